@@ -33,14 +33,14 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=20)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--folder", default=None, help="on the disk to measure")
-    given = parser.parse_args()
+    options = parser.parse_args()
     overrides = ["model=gpt2_124m", "data.batch_size=8", "data.sequence_length=256"]
     config = settle(compose(overrides), 50304, 50257)
     set_up(config.runtime)
     program = make_program(config)
-    folder = Path(tempfile.mkdtemp(dir=given.folder))
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        measure(program, folder, given.saves, given.steps)
+        measure(program, folder, options.saves, options.steps)
     finally:
         shutil.rmtree(folder)
 
@@ -48,7 +48,7 @@ def main() -> None:
 def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
     state = program.init()
     tokens = np.zeros((8, 256), np.int32)
-    fields = (None if like is None else tokens for like in program.batch)
+    fields = (None if field is None else tokens for field in program.batch)
     batch = jax.device_put(Batch(*fields), program.batch_shardings)
     state, _ = jax.block_until_ready(program.train_step(state, batch))
     step_s = []
@@ -58,7 +58,7 @@ def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
         step_s.append(time.perf_counter() - began)
     checkpoints = Checkpoints(epath.Path(folder / "checkpoints"), CheckpointConfig())
     blocking_s = []
-    whole_s = []
+    total_s = []
     rss = []
     for step in range(1, saves + 1):
         number = jax.device_put(np.int32(step), state.step.sharding)
@@ -67,7 +67,7 @@ def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
         checkpoints.save(step, state, {}, last=True)
         blocking_s.append(time.perf_counter() - began)
         checkpoints.wait()
-        whole_s.append(time.perf_counter() - began)
+        total_s.append(time.perf_counter() - began)
         rss.append(resident())
     last = folder / "checkpoints" / str(saves)
     bytes_saved = step_bytes(epath.Path(last))
@@ -78,7 +78,7 @@ def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
     print(f"step              {step_median:.2f} s, median of {steps}")
     for name, seconds in (
         ("blocks the loop", blocking_s),
-        ("written, hashed", whole_s),
+        ("written, hashed", total_s),
     ):
         median = statistics.median(seconds)
         worst = max(seconds)
@@ -86,25 +86,25 @@ def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
             f"{name:17s} {median:.3f} s median, {worst:.3f} s worst of {saves}: "
             f"{median / step_median:.1%} and {worst / step_median:.1%} of a step"
         )
-    some = [n for n in (1, 2, 5, 10, 20, 50, 100, 200) if n <= saves]
-    shown = ", ".join(f"{rss[n - 1] / 1e9:.2f} GB" for n in some)
-    print(f"resident memory   {shown} after save {', '.join(map(str, some))}")
+    shown_saves = [n for n in (1, 2, 5, 10, 20, 50, 100, 200) if n <= saves]
+    shown = ", ".join(f"{rss[n - 1] / 1e9:.2f} GB" for n in shown_saves)
+    print(f"resident memory   {shown} after save {', '.join(map(str, shown_saves))}")
     began = time.perf_counter()
     assert find_damage(epath.Path(last)) is None
     print(f"hashing           {time.perf_counter() - began:.2f} s, from memory")
-    before = jax.tree.map(np.asarray, state)
+    saved = jax.tree.map(np.asarray, state)
     dd = read_with_dd(last)
     dropped = drop_caches()
     began = time.perf_counter()
     restored = jax.block_until_ready(checkpoints.saved.restore(program.state))
     seconds = time.perf_counter() - began
-    same = jax.tree.map(lambda a, b: np.array_equal(a, b), before, restored)
-    assert all(jax.tree.leaves(same))
-    cold = (
+    equal = jax.tree.map(lambda a, b: np.array_equal(a, b), saved, restored)
+    assert all(jax.tree.leaves(equal))
+    origin = (
         "from the disk" if dropped else "from the page cache: not permitted to drop it"
     )
     print(
-        f"restore           {seconds:.2f} s, checked and equal; dd {dd:.2f} s; {cold}"
+        f"restore           {seconds:.2f} s, checked and equal; dd {dd:.2f} s; {origin}"
     )
     checkpoints.close()
 

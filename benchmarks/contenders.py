@@ -93,7 +93,7 @@ def check(contenders: list[Contender]) -> list[Contender]:
         SystemExit: if Longhaul or the first contender fails.
     """
     reference: list[float] = []
-    same = []
+    passing = []
     for contender in contenders:
         start = contender.ask("warm")
         end = contender.ask(f"run {CHECK_STEPS}")
@@ -109,17 +109,17 @@ def check(contenders: list[Contender]) -> list[Contender]:
         # Longhaul also starts from other random weights than the PyTorch variants.
         tolerance = 0.02 if contender.name != "longhaul" else 0.05
         if not losses[1] < 0.95 * losses[0]:
-            wrong = "the loss does not fall"
+            problem = "the loss does not fall"
         elif not np.allclose(losses, reference, rtol=tolerance, atol=0):
-            wrong = f"losses differ from {reference}"
+            problem = f"losses differ from {reference}"
         else:
-            same.append(contender)
+            passing.append(contender)
             continue
         if contender.name == "longhaul" or contender is contenders[0]:
-            raise SystemExit(f"{contender.name}: {wrong}")
-        print(f"{contender.name}: {wrong}, left out", flush=True)
+            raise SystemExit(f"{contender.name}: {problem}")
+        print(f"{contender.name}: {problem}, left out", flush=True)
         contender.quit()
-    return same
+    return passing
 
 
 def alternate(contenders: list[Contender], blocks: int, steps: int) -> None:

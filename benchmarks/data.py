@@ -51,8 +51,8 @@ def learn(folder: Path, texts: list[str]) -> tuple[str, str]:
     (folder / "learn/text.txt").write_text("\n".join(texts)[: 2**24])
     command = [sys.executable, "-m", "data.train_tokenizer", f"input={folder}/learn"]
     command += [f"output={folder}/ranks.tiktoken", "vocab_size=32000"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    ranks, sha256 = (setting.partition("=")[2] for setting in done.stdout.split())
+    completed = subprocess.run(command, check=True, capture_output=True, text=True)
+    ranks, sha256 = (setting.partition("=")[2] for setting in completed.stdout.split())
     return ranks, sha256
 
 
@@ -67,11 +67,11 @@ def tokenize(folder: Path) -> None:
     cores = usable_cores()
 
     def ours() -> None:
-        given = f"{folder}/text.jsonl"
+        source = f"{folder}/text.jsonl"
         output = f"{folder}/store"
         shutil.rmtree(output, ignore_errors=True)
         prepare_store(
-            PrepareConfig(given, output, tokenizer=ranks, tokenizer_sha256=sha256)
+            PrepareConfig(source, output, tokenizer=ranks, tokenizer_sha256=sha256)
         )
 
     contenders: dict[str, Callable[[], object]] = {

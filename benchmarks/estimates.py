@@ -161,25 +161,25 @@ def _speed(plan: Plan) -> float:
 
 
 def _in_layers(plan: Plan) -> float:
-    every = sum(row.sent for row in plan.cost.sent)
-    return every - sum(row.sent for row in plan.cost.outside_layers)
+    total = sum(row.sent for row in plan.cost.sent)
+    return total - sum(row.sent for row in plan.cost.outside_layers)
 
 
 def compare_policies(case: str) -> list[Compared]:
     """Compare a case under each rematerialisation policy, and their order in speed."""
     rows = {
-        format_policy(way): compare(f"{case} train.remat={format_policy(way)}")
-        for way in POLICIES
+        format_policy(policy): compare(f"{case} train.remat={format_policy(policy)}")
+        for policy in POLICIES
     }
-    found = {remat: row for remat, row in rows.items() if row}
-    for (a, one), (b, two) in itertools.combinations(found.items(), 2):
-        apart = one.compiled / two.compiled
-        if max(apart, 1 / apart) > 1 + _APART:
-            same = (one.estimated > two.estimated) == (apart > 1)
+    comparisons = {remat: row for remat, row in rows.items() if row}
+    for (a, one), (b, two) in itertools.combinations(comparisons.items(), 2):
+        ratio = one.compiled / two.compiled
+        if max(ratio, 1 / ratio) > 1 + _APART:
+            agree = (one.estimated > two.estimated) == (ratio > 1)
             print(
-                f"    {'same order' if same else 'OTHER ORDER'}: {a} {apart:.2f} x {b}"
+                f"    {'same order' if agree else 'OTHER ORDER'}: {a} {ratio:.2f} x {b}"
             )
-    return list(found.values())
+    return list(comparisons.values())
 
 
 def main() -> None:

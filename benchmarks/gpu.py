@@ -81,7 +81,7 @@ LEVERS: dict[str, tuple[str, ...]] = {  # config overrides, or XLA flags
 def check(first: Spec, presets: Sequence[str]) -> Found:
     """Compare the losses with the CPU's; check that the step has cuDNN's attention."""
     reference: list[float] = []
-    wrong: list[str] = []  # All failures are reported together.
+    failures: list[str] = []  # All failures are reported together.
     for device, float32, tolerance in (
         ("cpu", True, 0.0),
         (first.device, True, 2e-3),  # GPUs round the operands of products to TF32.
@@ -97,42 +97,45 @@ def check(first: Spec, presets: Sequence[str]) -> Found:
         print(f"{name}: loss {losses[0]:.5f} -> {losses[1]:.5f}", flush=True)
         reference = reference or losses
         if not losses[1] < 0.95 * losses[0]:
-            wrong.append(f"{name}: the loss does not fall")
+            failures.append(f"{name}: the loss does not fall")
         pairs = zip(losses, reference, strict=True)
         if not all(abs(loss / wanted - 1) <= tolerance for loss, wanted in pairs):
-            wrong.append(f"{name}: not the CPU's")
+            failures.append(f"{name}: not the CPU's")
     with running(replace(first, batch_size=4)) as worker:
         kernels = worker.ask("kernels")
     yield {"kernels": kernels}
     print(f"kernels: {kernels}", flush=True)
     if first.device == "gpu" and not any("fmha" in name for name in kernels):
-        wrong.append("cuDNN's attention is not in the step")
-    require(not wrong, "; ".join(wrong))
+        failures.append("cuDNN's attention is not in the step")
+    require(not failures, "; ".join(failures))
 
 
 def run(first: Spec, presets: Sequence[str]) -> Found:
     """Compare the final losses of an uninterrupted, a killed and a CPU run."""
-    typed = ["train.num_steps=60", "checkpoint.save_interval_steps=10"]
-    typed += ["eval.final_num_batches=4", "runtime.deterministic=true"]
+    overrides = ["train.num_steps=60", "checkpoint.save_interval_steps=10"]
+    overrides += ["eval.final_num_batches=4", "runtime.deterministic=true"]
     with tempfile.TemporaryDirectory() as folder:
-        whole, killed, cpu = (Path(folder, name) for name in ("whole", "killed", "cpu"))
-        train(whole, typed)
-        process = subprocess.Popen(command(killed, typed))
+        uninterrupted, killed, cpu = (
+            Path(folder, name) for name in ("whole", "killed", "cpu")
+        )
+        train(uninterrupted, overrides)
+        process = subprocess.Popen(command(killed, overrides))
         while not any((killed / "checkpoints").glob("[2-5]0")):
             require(process.poll() is None, "it ended before it was killed")
             time.sleep(0.02)
         process.kill()
         process.wait()
-        train(killed, typed)
-        train(cpu, [*typed, "runtime.platform=cpu"])
+        train(killed, overrides)
+        train(cpu, [*overrides, "runtime.platform=cpu"])
         losses = {
-            path.name: results(path)["eval/loss"] for path in (whole, killed, cpu)
+            path.name: results(path)["eval/loss"]
+            for path in (uninterrupted, killed, cpu)
         }
     yield losses
     print(f"validation loss: {losses}", flush=True)
     require(losses["whole"] == losses["killed"], "other bits after it was killed")
-    near = abs(losses["whole"] / losses["cpu"] - 1) < 2e-2
-    require(near, "the loss is not the CPU's")
+    is_near = abs(losses["whole"] / losses["cpu"] - 1) < 2e-2
+    require(is_near, "the loss is not the CPU's")
 
 
 def speed(first: Spec, presets: Sequence[str]) -> Found:
@@ -158,12 +161,12 @@ def levers(first: Spec, presets: Sequence[str]) -> Found:
     changed = {}
     for number, (name, changes) in enumerate(LEVERS.items(), 1):
         flags = [change for change in changes if change.startswith("--")]
-        own = {"XLA_FLAGS": flags[0]} if flags else {}
+        variables = {"XLA_FLAGS": flags[0]} if flags else {}
         keys = [change for change in changes if not change.startswith("--")]
         spec = replace(
             base,
             overrides=(*base.overrides, *keys),
-            environment={**base.environment, **own},
+            environment={**base.environment, **variables},
         )
         try:
             changed[name] = tokens_per_s(spec)
@@ -173,26 +176,26 @@ def levers(first: Spec, presets: Sequence[str]) -> Found:
             as_is.append(tokens_per_s(base))
         tokens = changed[name]
         ratio = f"{tokens / statistics.median(as_is):.3f} x" if tokens else None
-        said = ratio or "did not run"
-        print(f"{name} ({' '.join(changes)}): {said}", flush=True)
+        result = ratio or "did not run"
+        print(f"{name} ({' '.join(changes)}): {result}", flush=True)
         yield {"setting": setting(base), "as_is": as_is, "tokens_per_s": changed}
 
 
 def profile(first: Spec, presets: Sequence[str]) -> Found:
     """Run `python -m train` with a profile; yield its metrics and the profile."""
-    typed = ["optimizer=adamw", "train.num_steps=60", "profile.steps=[40,45]"]
-    typed += ["eval.interval_steps=1000", "eval.final_num_batches=1"]
+    overrides = ["optimizer=adamw", "train.num_steps=60", "profile.steps=[40,45]"]
+    overrides += ["eval.interval_steps=1000", "eval.final_num_batches=1"]
     if first.device == "gpu":
-        typed += [f"model={presets[0]}", "data.sequence_length=1024"]
-        typed += [f"data.batch_size={PRESETS[presets[0]].batch_size}"]
+        overrides += [f"model={presets[0]}", "data.sequence_length=1024"]
+        overrides += [f"data.batch_size={PRESETS[presets[0]].batch_size}"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run")
-        train(path, typed)
+        train(path, overrides)
         logged = (path / "metrics.jsonl").read_text().splitlines()
-        yield {"typed": typed, "metrics": list(map(json.loads, logged))}
-        shown = [sys.executable, "-m", "train.profile", f"run.dir={path}", "step=40"]
+        yield {"typed": overrides, "metrics": list(map(json.loads, logged))}
+        args = [sys.executable, "-m", "train.profile", f"run.dir={path}", "step=40"]
         # stderr is not captured, so that errors appear in this program's output.
-        text = subprocess.run(shown, check=True, stdout=subprocess.PIPE, text=True)
+        text = subprocess.run(args, check=True, stdout=subprocess.PIPE, text=True)
     print(text.stdout, flush=True)
     yield {"profile": text.stdout}
 
@@ -202,14 +205,21 @@ PARTS: dict[str, Callable[[Spec, Sequence[str]], Found]] = {
 }
 
 
-def command(path: Path, typed: Sequence[str]) -> list[str]:
-    """Return the command that trains in the directory `path`; `typed` are overrides."""
-    return [sys.executable, "-m", "train", f"run.dir={path}", "tracker=none", *typed]
+def command(path: Path, overrides: Sequence[str]) -> list[str]:
+    """Return the command that trains in the directory `path` with the `overrides`."""
+    return [
+        sys.executable,
+        "-m",
+        "train",
+        f"run.dir={path}",
+        "tracker=none",
+        *overrides,
+    ]
 
 
-def train(path: Path, typed: Sequence[str]) -> None:
+def train(path: Path, overrides: Sequence[str]) -> None:
     """Start the run in the directory `path`, or continue it."""
-    subprocess.run(command(path, typed), check=True)
+    subprocess.run(command(path, overrides), check=True)
 
 
 def results(path: Path) -> dict[str, Any]:
@@ -217,26 +227,26 @@ def results(path: Path) -> dict[str, Any]:
     return json.loads((path / "results.json").read_text())
 
 
-def keep(file: Path, part: str, found: dict[str, Any]) -> None:
+def keep(file: Path, part: str, values: dict[str, Any]) -> None:
     """Write the results of a part into the file, next to those of other parts."""
-    there = json.loads(file.read_text()) if file.exists() else {}
-    text = json.dumps({**there, part: found}, indent=1)
+    content = json.loads(file.read_text()) if file.exists() else {}
+    text = json.dumps({**content, part: values}, indent=1)
     write_atomically(epath.Path(file), text + "\n")
 
 
 def do(part: str, first: Spec, presets: Sequence[str], file: Path | None) -> str | None:
     """Run a part and write its results; return the reason if it failed, or None."""
     began = time.monotonic()
-    found = dict[str, Any]()
+    values = dict[str, Any]()
 
-    def add(more: dict[str, Any]) -> None:
-        found.update(more, seconds=time.monotonic() - began)
+    def add(result: dict[str, Any]) -> None:
+        values.update(result, seconds=time.monotonic() - began)
         if file:
-            keep(file, part, found)
+            keep(file, part, values)
 
     try:
-        for more in PARTS[part](first, presets):
-            add(more)
+        for result in PARTS[part](first, presets):
+            add(result)
     except SystemExit as error:  # raised by `require`, with a message
         failure = str(error)
     except Exception as error:

@@ -59,20 +59,20 @@ def tune(spec: Spec) -> dict[int, float]:
     Raises:
         SystemExit: if no batch size fits.
     """
-    found: dict[int, float] = {}
+    speeds: dict[int, float] = {}
     for batch_size in BATCH_SIZES[spec.preset]:
         try:
             speed = tokens_per_s(replace(spec, batch_size=batch_size))
         except EndedEarly:
             break
         print(f"{spec.name}: {batch_size} rows: {speed:,.0f} tokens/s", flush=True)
-        worse = bool(found) and speed < max(found.values())
-        found[batch_size] = speed
-        if worse:
+        is_slower = bool(speeds) and speed < max(speeds.values())
+        speeds[batch_size] = speed
+        if is_slower:
             break
     rule = f"no batch of {spec.preset} fits, or it cannot run at all: see above"
-    require(bool(found), f"{spec.name}: {rule}")
-    return found
+    require(bool(speeds), f"{spec.name}: {rule}")
+    return speeds
 
 
 def fastest(tuned: dict[int, float]) -> int:
@@ -86,15 +86,15 @@ def in_turns(specs: Sequence[Spec]) -> dict[str, Any]:
     Every second round has the reverse order.
     """
     blocks: dict[str, list[float]] = {spec.name: [] for spec in specs}
-    ended: dict[str, Contender] = {}
+    workers: dict[str, Contender] = {}
     for turn in range(TURNS):
         for spec in specs[:: -1 if turn % 2 else 1]:
             with running(spec) as worker:
                 for _ in range(BLOCKS):
                     worker.run(STEPS)
             worker.blocks = blocks[spec.name] = blocks[spec.name] + worker.blocks
-            ended[spec.name] = worker
-    found = setting(specs[0])
-    found["rows"] = rows_of(list(ended.values()), peak_flops(found["hardware"]))
-    print_rows(found["rows"], specs[0].device)
-    return found
+            workers[spec.name] = worker
+    results = setting(specs[0])
+    results["rows"] = rows_of(list(workers.values()), peak_flops(results["hardware"]))
+    print_rows(results["rows"], specs[0].device)
+    return results

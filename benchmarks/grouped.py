@@ -52,9 +52,9 @@ def main(M: int, D: int, F: int, ragged: bool) -> None:
         runs = {}
         for name, product in products.items():
             run = forward_and_backward(product)
-            given = x, w[:1] if name == "dense" else w, sizes, dy
+            inputs = x, w[:1] if name == "dense" else w, sizes, dy
             runs[name] = timed(
-                lambda run=run, given=given: jax.block_until_ready(run(*given))
+                lambda run=run, inputs=inputs: jax.block_until_ready(run(*inputs))
             )
         took = alternate(runs, _RUNS)  # The warm-up round of `alternate` compiles.
         print(f"{E} experts, {M} rows of {D} by {F}, {body}:")

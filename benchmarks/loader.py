@@ -49,9 +49,9 @@ def stores(folder: Path) -> dict[str, MixtureSource]:
     for number, (name, weight) in enumerate(zip("abc", (0.61, 0.23, 0.16))):  # noqa: B905
         lines = [json.dumps({"text": text}) for text in texts[number::3]]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-        given = f"{folder}/{name}.jsonl"
+        source = f"{folder}/{name}.jsonl"
         output = f"{folder}/{name}"
-        prepare_store(PrepareConfig(input=given, output=output))
+        prepare_store(PrepareConfig(input=source, output=output))
         sources[name] = MixtureSource(output, weight)
     return sources
 
@@ -234,11 +234,13 @@ def open_large(folder: Path) -> None:
         metadata = json.loads(file.read_text())
         metadata["shape"] = [size]
         file.write_text(json.dumps(metadata))
-    given = [str(folder / "large"), str(documents), str(documents * length)]
-    done = subprocess.run(
-        [sys.executable, "-c", OPEN, *given], check=True, capture_output=True, text=True
+    args = [str(folder / "large"), str(documents), str(documents * length)]
+    completed = subprocess.run(
+        [sys.executable, "-c", OPEN, *args], check=True, capture_output=True, text=True
     )
-    print(f"\nopening 100 billion tokens and the first batch's places: {done.stdout}")
+    print(
+        f"\nopening 100 billion tokens and the first batch's places: {completed.stdout}"
+    )
 
 
 def main() -> None:

@@ -59,9 +59,9 @@ def main() -> None:
     results = []
     for row in [row for table in TABLES.values() for row in read_rows(table)]:
         if any(part in row.name.lower() for part in wanted):
-            found = executed(row, options.fresh, options.kept, options.estimated)
-            if found:
-                results.append(compare(row, found))
+            step_cost = executed(row, options.fresh, options.kept, options.estimated)
+            if step_cost:
+                results.append(compare(row, step_cost))
                 if options.json:
                     write(results[-1], options.json)
     report(results)
@@ -98,16 +98,16 @@ def executed(
     chip = chip_of(row, target.chip)
     if estimated:
         return Found(estimate_step(program), program, chip)
-    kept = _kept(row.overrides)
-    if kept.exists() and not fresh:
-        return Found(cost_of(json.loads(kept.read_text())), program, chip)
+    file = _kept(row.overrides)
+    if file.exists() and not fresh:
+        return Found(cost_of(json.loads(file.read_text())), program, chip)
     missing = "not compiled yet" if only_kept else missing_compiler(target)
     execution = missing or execution_of(program)
     if isinstance(execution, str):
         print(f"left out: {row.name}: {execution}", file=sys.stderr)
         return None
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(execution.as_json()))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(execution.as_json()))
     return Found(execution, program, chip)
 
 
@@ -126,10 +126,10 @@ def cost_of(values: dict[str, Any]) -> StepCost:
     if rows is None:  # Results of 25 November 2026 and earlier have no sections.
         flops = dict(values["work"])
         products = flops.pop("product_bytes")
-        moved = flops.pop("memory_bytes")
-        hbm_bytes = {"products": products, "others": moved - products}
-        whole = {"name": "step", "flops": flops, "hbm_bytes": hbm_bytes}
-        rows = [{**whole, "sent": values["sent"]}]
+        all_bytes = flops.pop("memory_bytes")
+        hbm_bytes = {"products": products, "others": all_bytes - products}
+        section_values = {"name": "step", "flops": flops, "hbm_bytes": hbm_bytes}
+        rows = [{**section_values, "sent": values["sent"]}]
     return StepCost(
         model_flops=values["model_flops"],
         sections=tuple(map(section, rows)),
@@ -143,9 +143,9 @@ def cost_of(values: dict[str, Any]) -> StepCost:
 def chip_of(row: Row, chip: Chip) -> Chip:
     """Return `chip` with the rates that `row.chip` replaces."""
     kernels = {k: v for k, v in row.chip.items() if k in ("attention", "grouped")}
-    other = {k: v for k, v in row.chip.items() if k not in kernels}
+    other_rates = {k: v for k, v in row.chip.items() if k not in kernels}
     achievable = dataclasses.replace(chip.achievable, **kernels)
-    return dataclasses.replace(chip, achievable=achievable, **other)
+    return dataclasses.replace(chip, achievable=achievable, **other_rates)
 
 
 def platform_of(chip: Chip) -> str:
@@ -172,14 +172,14 @@ def execution_of(program: Program) -> StepCost | str:
     return plan.cost
 
 
-def compare(row: Row, found: Found) -> dict[str, Any]:
+def compare(row: Row, step_cost: Found) -> dict[str, Any]:
     """Return the predicted and published values of a row, with the same MFU convention.
 
     `error` is the relative error of the predicted seconds per step.
     """
-    prediction = predict(*found.arguments)
-    scaled = (
-        weak_scaling(*found.arguments, [n for n, _ in row.kept]) if row.kept else []
+    prediction = predict(*step_cost.arguments)
+    predictions = (
+        weak_scaling(*step_cost.arguments, [n for n, _ in row.kept]) if row.kept else []
     )
     chips = prediction.chips
     tokens = prediction.tokens
@@ -188,7 +188,7 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
     published = prediction.speed_at(tokens / chips / rate)
     step = prediction.step_s
     middle = prediction.middle
-    cost = found.cost.as_json()
+    cost = step_cost.cost.as_json()
     mfu = prediction.range("mfu")
     del cost["outside_layers"]
     return {
@@ -196,7 +196,7 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
         "source": row.source,
         "date": row.date,
         "use": row.use,
-        "platform": platform_of(found.chip),
+        "platform": platform_of(step_cost.chip),
         "differs": row.differs,
         "overrides": row.overrides,
         "how": prediction.how,
@@ -206,23 +206,25 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
         "error": middle.step_s / published.step_s - 1,
         "in_range": step.low <= published.step_s <= step.high,
         "kept": row.kept,
-        "kept_predicted": [n.efficiency.middle for n in scaled],
+        "kept_predicted": [n.efficiency.middle for n in predictions],
         "versions": versions(_LIBRARIES),
         "cost": cost,
     }
 
 
-def write(found: dict[str, Any], path: Path) -> None:
+def write(result: dict[str, Any], path: Path) -> None:
     """Write a result to a JSON file with one result per line.
 
     The new result replaces one with the same name and `how` (compiled or estimated).
     """
     rows = json.loads(path.read_text()) if path.exists() else []
-    same = [(row["name"], row["how"]) == (found["name"], found["how"]) for row in rows]
-    if any(same):
-        rows[same.index(True)] = found
+    is_same = [
+        (row["name"], row["how"]) == (result["name"], result["how"]) for row in rows
+    ]
+    if any(is_same):
+        rows[is_same.index(True)] = result
     else:
-        rows.append(found)
+        rows.append(result)
     path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
@@ -230,16 +232,16 @@ def report(results: list[dict[str, Any]]) -> None:
     """Print a table of the results, error summaries, scaling and differences."""
     rows = [
         [
-            found["name"],
-            found["use"],
-            f"{found['published']['step_s']:.2f}",
-            f"{found['step_s']['low']:.2f} to {found['step_s']['high']:.2f}",
-            f"{found['error']:+.0%}",
-            f"{found['published']['mfu']:.1%}",
-            f"{found['mfu']['low']:.1%} to {found['mfu']['high']:.1%}",
-            "yes" if found["in_range"] else "no",
+            result["name"],
+            result["use"],
+            f"{result['published']['step_s']:.2f}",
+            f"{result['step_s']['low']:.2f} to {result['step_s']['high']:.2f}",
+            f"{result['error']:+.0%}",
+            f"{result['published']['mfu']:.1%}",
+            f"{result['mfu']['low']:.1%} to {result['mfu']['high']:.1%}",
+            "yes" if result["in_range"] else "no",
         ]
-        for found in results
+        for result in results
     ]
     headers = ["run", "", "s a step", "predicted", "error of the middle", "MFU"]
     headers += ["predicted", "in range"]
@@ -248,23 +250,27 @@ def report(results: list[dict[str, Any]]) -> None:
         errors = [r for r in results if (r["platform"], r["use"]) == kind]
         if errors:
             print(f"{' '.join(kind)}: {_summary(errors)}")
-    for found in results:
-        for (n, kept), by in zip(found["kept"], found["kept_predicted"], strict=True):
+    for result in results:
+        for (n, speed), predicted in zip(
+            result["kept"], result["kept_predicted"], strict=True
+        ):
             print(
-                f"{found['name']}: {n} slices keep {kept:.1%} of one's speed, "
-                f"predicted {by:.1%}, {by - kept:+.1%}"
+                f"{result['name']}: {n} slices keep {speed:.1%} of one's speed, "
+                f"predicted {predicted:.1%}, {predicted - speed:+.1%}"
             )
-    for found in results:
-        print(f"{found['name']}: {found['source']}; not the same: {found['differs']}")
+    for result in results:
+        print(
+            f"{result['name']}: {result['source']}; not the same: {result['differs']}"
+        )
 
 
 def _summary(results: list[dict[str, Any]]) -> str:
-    sizes = [abs(found["error"]) for found in results]
+    sizes = [abs(result["error"]) for result in results]
     return (
-        f"{sum(found['in_range'] for found in results)} of {len(results)} in range, "
+        f"{sum(result['in_range'] for result in results)} of {len(results)} in range, "
         f"{sum(size <= 0.2 for size in sizes)} within 20 % of the middle, "
         f"{statistics.mean(sizes):.0%} off on average, "
-        f"{statistics.mean(found['error'] for found in results):+.0%} with its sign"
+        f"{statistics.mean(result['error'] for result in results):+.0%} with its sign"
     )
 
 

@@ -60,9 +60,9 @@ def read_rows(table: Path) -> tuple[Row, ...]:
         if problem:
             raise ValueError(f"{table}: the row {row.get('name')!r} {problem}")
         overrides = tuple(row["overrides"])
-        kept = tuple((slices, speed) for slices, speed in row.get("kept", []))
+        pairs = tuple((slices, speed) for slices, speed in row.get("kept", []))
         chip = chips[row["chip"]] if "chip" in row else {}
-        rows.append(Row(**row | {"overrides": overrides, "kept": kept, "chip": chip}))
+        rows.append(Row(**row | {"overrides": overrides, "kept": pairs, "chip": chip}))
     return tuple(rows)
 
 

@@ -90,9 +90,9 @@ def transfer_sweeps(steps: int) -> Iterator[Sweep]:
             yield Sweep(title, keys, halves(-5 if is_base else -8, 5))
             if not is_base:
                 base = f"optimizer.base_width={BASE_WIDTH}"
-                on = ("optimizer.transfer=completep", base)
-                on = (*keys, *on, f"optimizer.base_depth={BASE_DEPTH}")
-                yield Sweep(f"{title} completep", on, halves(-5, 5))
+                rules = ("optimizer.transfer=completep", base)
+                rules = (*keys, *rules, f"optimizer.base_depth={BASE_DEPTH}")
+                yield Sweep(f"{title} completep", rules, halves(-5, 5))
 
 
 def _both_rates(rate: float) -> tuple[str, ...]:
@@ -253,14 +253,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="sweeps whose name contains this")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"))
     options = parser.parse_args()
-    known = json.loads(options.json.read_text()) if options.json.exists() else {}
+    results = json.loads(options.json.read_text()) if options.json.exists() else {}
     begin = time.monotonic()
     set_up(compose([]).runtime)
     transfer = options.part == "transfer"
     chosen = (
         transfer_sweeps(options.steps) if transfer else default_sweeps(options.text)
     )
-    sweeps = [s for s in chosen if options.only in s.name and s.name not in known]
+    sweeps = [s for s in chosen if options.only in s.name and s.name not in results]
     lock = Lock()
 
     def prepare_and_compile(sweep: Sweep) -> Compiled:
@@ -275,8 +275,8 @@ def main() -> None:
             if time.monotonic() - begin > options.stop_after_s:
                 compiled.cancel()
                 continue
-            known[sweep.name] = result = train(compiled.result())
-            write_atomically(options.json, json.dumps(known, indent=1) + "\n")
+            results[sweep.name] = result = train(compiled.result())
+            write_atomically(options.json, json.dumps(results, indent=1) + "\n")
             best = min(np.mean(result["losses"], axis=1))
             print(
                 f"{sweep.name:32} rate {vertex(result) * result['learning_rate']:.5f} "

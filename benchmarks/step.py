@@ -93,11 +93,11 @@ def check_narrow(options: argparse.Namespace, names: list[str]) -> dict[str, flo
     first = {name.partition("-")[0]: name for name in reversed(names)}
     ratios = {}
     for library, name in first.items():
-        both = [Contender(spec_of(name, options, isa)) for isa in (None, options.isa)]
-        speeds = [[c.ask("product")["flops"] for c in both] for _ in range(5)]
-        for contender in both:
+        pair = [Contender(spec_of(name, options, isa)) for isa in (None, options.isa)]
+        speeds = [[c.ask("product")["flops"] for c in pair] for _ in range(5)]
+        for contender in pair:
             contender.quit()
-        wide, narrow = (statistics.median(each) for each in zip(*speeds, strict=True))
+        wide, narrow = (statistics.median(flops) for flops in zip(*speeds, strict=True))
         ratios[library] = narrow / wide
         verdict = "narrower" if narrow < 0.8 * wide else "nothing tells it is narrower"
         print(

@@ -163,12 +163,12 @@ def main(text: str) -> None:
     peak of host memory since `warm`, so that it excludes the compiler's memory.
     """
     spec = Spec(**json.loads(text))
-    answers = os.fdopen(os.dup(1), "w")
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Output of libraries goes to stderr, not between the answers.
     worker: Worker | None = None
 
     def say(answer: dict[str, Any]) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer), file=output, flush=True)
 
     for line in sys.stdin:
         command, *arguments = line.split()

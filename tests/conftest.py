@@ -1,11 +1,13 @@
-"""One machine for all tests: eight virtual CPU devices, and caches of their own.
+"""Give all tests the same machine: eight virtual CPU devices, and empty caches.
 
-JAX reads its settings when it is imported, so they stand before every import of it.
+JAX reads its settings when it is imported, so this module sets them before it imports
+JAX.
 
-What processes compile that tests start is compiled once a run of pytest: all share a
-cache, empty at first. A test that needs a cold one sets JAX_COMPILATION_CACHE_DIR for
-its processes. Tests themselves compile hardly anything twice, so that writing costs
-them more (6% of their time) than reading saves.
+The processes that tests start share a compilation cache, which is empty when pytest
+starts, so they compile each program once. A test that needs a cold cache sets
+JAX_COMPILATION_CACHE_DIR for its processes. The test process itself uses no cache: it
+compiles hardly anything twice, so writing would cost it more (6% of its time) than
+reading saves.
 """
 
 import atexit
@@ -22,14 +24,14 @@ from jaxtyping import install_import_hook
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# JAX refuses to be told the number twice.
+# JAX refuses a number of devices that is set in two places.
 os.environ["XLA_FLAGS"] = " ".join(
     flag
     for flag in os.environ.get("XLA_FLAGS", "").split()
     if "xla_force_host_platform_device_count" not in flag
 )
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
-import jax  # here, for what follows is for other processes
+import jax  # the settings below are for other processes
 
 from tests.fleet import STARTED, with_quick
 
@@ -41,34 +43,35 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit these
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{CACHES}/xla"
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
-# Processes inherit what was ignored when the tests were started (nohup, `&`), and a
-# shell cannot even trap that: what waits for a signal would wait for ever.
-for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
-    if signal.getsignal(ignored) is signal.SIG_IGN:
-        signal.signal(ignored, signal.SIG_DFL)
+# Processes inherit the signals that were ignored when the tests were started (nohup,
+# `&`), and a shell cannot trap such a signal: a process that waits for one would wait
+# for ever.
+for signal_number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(signal_number) is signal.SIG_IGN:
+        signal.signal(signal_number, signal.SIG_DFL)
 
-# Spare what LLVM and XLA do for speed: half of the tests' time was compiling. The
-# default run of `.ci/run` compiles as users do; of the processes that tests start those
-# of a Fleet do not.
+# Turn off most optimizations of LLVM and XLA: otherwise half of the tests' time is
+# compilation. The default run of `.ci/run` compiles as users do. The processes of a
+# Fleet compile as the tests do.
 jax.config.update("jax_disable_most_optimizations", True)
 flags = os.environ["XLA_FLAGS"]
 os.environ["XLA_FLAGS"] = with_quick(flags)
-jax.devices()  # reads them
+jax.devices()  # reads the flags
 os.environ["XLA_FLAGS"] = flags
 
-# The shapes and dtypes in the signatures of the mathematics hold at every call.
+# Check the shapes and dtypes in the signatures of the mathematics at every call.
 STEPS = ("train.core.step", "train.core.eval_step", "train.core.router_balance")
 install_import_hook(["model", "train.core.loss", *STEPS], "beartype.beartype")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slow tests of promises first: they often wait, while others compute."""
+    """Put slow tests of promises first: they often wait while other tests compute."""
     items.sort(key=lambda item: item.get_closest_marker("promise") is None)
 
 
 @pytest.fixture(autouse=True)
 def none_left() -> Iterator[None]:
-    """End what a test that failed left running: it would go on beside all others."""
+    """End the processes that a failed test left: they would slow all other tests."""
     yield
     while STARTED:
         STARTED.pop().end()
@@ -76,10 +79,11 @@ def none_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Forget compiled programs behind a slow test once they are many.
+    """Forget compiled programs after a slow test if there are many.
 
-    XLA:CPU maps about a thousand regions of memory for each large one, and Linux allows
-    a process 65,530 (vm.max_map_count): a compilation dies of one more.
+    XLA:CPU maps about a thousand regions of memory for each large program, and Linux
+    allows a process 65,530 regions (vm.max_map_count). A compilation that needs more
+    dies.
     """
     yield
     maps = Path("/proc/self/maps")
@@ -91,7 +95,7 @@ def few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def strict() -> Iterator[None]:
-    """No dim and no dtype is promoted silently."""
+    """Raise an error if a dim or a dtype is promoted silently."""
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         yield
 
@@ -113,7 +117,7 @@ def composed() -> Callable:
 
 
 class Server:
-    """A server that speaks S3; it can go away, and come back with what it had."""
+    """A server that speaks S3. It can go away, and come back with its files."""
 
     def __init__(self, start: Callable[..., Any]):
         self._start = start
@@ -131,7 +135,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """One for all tests: clients are kept for good, with their server's address."""
+    """Start one server for all tests: a client never forgets its server's address."""
     from train.run.folder import run_folder
 
     moto = pytest.importorskip("moto.server")
@@ -144,12 +148,12 @@ def server() -> Iterator[Server]:
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_REGION": "us-east-1",
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "6",  # patience of some 15 s
+        "AWS_MAX_ATTEMPTS": "6",  # about 15 s
     }
     with pytest.MonkeyPatch.context() as patch:
         for key, value in environment.items():
             patch.setenv(key, value)
-        run_folder("s3://bucket")  # settles how all clients list
+        run_folder("s3://bucket")  # configures how all clients list files
         fsspec.filesystem("s3").mkdir("bucket")
         yield server
     server.leave()
@@ -157,16 +161,16 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[dict[str, str]]:
-    """Run a Slurm of two nodes on this machine; give the variable that finds it."""
+    """Run a Slurm of two nodes on this machine; yield the variable that locates it."""
     from tests.slurm import loopback
 
-    with loopback() as found:
-        yield found
+    with loopback() as variables:
+        yield variables
 
 
 @pytest.fixture(scope="session")
 def bucket(server: Server) -> Any:
-    """Its files."""
+    """Return the file system of the server."""
     import fsspec
 
     return fsspec.filesystem("s3")

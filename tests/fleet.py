@@ -1,4 +1,4 @@
-"""Several real processes of `python -m train` on this machine, and their faults."""
+"""Start several real processes of `python -m train` on this machine, and stop them."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
-# A model of seconds; what is drilled does not depend on its size.
+# A model that trains in seconds. No drill depends on the size of the model.
 TINY = (
     *("model.num_layers=2", "model.embed_dim=32", "model.num_heads=2"),
     *("model.compute_dtype=float32", "model.init=scaled", "model.layer_unroll=1"),
@@ -30,27 +30,27 @@ TINY = (
 
 
 def write_text(folder: Path) -> Path:
-    """Put a text to train on into a folder."""
+    """Write a training text into a folder, and return the folder."""
     source = Path(yaml.__file__).parent.joinpath("scanner.py").read_text()
     (folder / "text.txt").write_text(source)
     return folder
 
 
 def of_text(folder: Path) -> tuple[str, str]:
-    """Give the overrides that name that text."""
+    """Return the overrides that name the text of `write_text`."""
     return f"data.path={folder}/text.txt", f"data.cache_dir={folder}/cache"
 
 
 def with_quick(flags: str) -> str:
-    """Add to XLA_FLAGS those by which it compiles for the CPU in half of the time.
+    """Add flags to XLA_FLAGS that halve the compile time for the CPU.
 
-    None from jax 0.11 on, which has the slow emitters alone.
+    Since jax 0.11, which has only the slow emitters, the flags are unchanged.
     """
     return f"{flags} {QUICK}" if jax.__version_info__ < (0, 11) else flags
 
 
 def free_port() -> int:
-    """Find a port that nobody listens on, below those that are given out at will."""
+    """Return a port without a listener, below the range of ephemeral ports."""
     while True:
         port = 10_000 + int.from_bytes(os.urandom(2)) % 20_000
         with socket.socket() as probe:
@@ -58,13 +58,13 @@ def free_port() -> int:
                 return port
 
 
-STARTED: list["Fleet"] = []  # by the test at hand
+STARTED: list["Fleet"] = []  # the fleets of the current test
 
 
 class Fleet:
     """The processes of one start of a run.
 
-    Their exit codes are as a shell sees them: 134 for an abort, 137 for kill -9.
+    The exit codes are those that a shell sees: 134 for an abort, 137 for kill -9.
     """
 
     def __init__(
@@ -78,23 +78,23 @@ class Fleet:
         environment: dict[str, str] | None = None,
         port: int | None = None,
     ):
-        """Start them.
+        """Start the processes.
 
         Args:
-            folder: where they run and leave what they say, `log.<process>`.
-            overrides: of all.
-            count: how many there should be.
-            own: more overrides of each.
-            missing: those that never come.
-            module: the door.
-            environment: more of it.
-            port: of process 0; None: a free one.
+            folder: the working folder, which also gets the output: `log.<process>`.
+            overrides: the overrides of all processes.
+            count: the number of processes.
+            own: returns further overrides of one process.
+            missing: the processes that are never started.
+            module: the command, as in `python -m <module>`.
+            environment: further environment variables.
+            port: the port of process 0; None chooses a free one.
         """
         address = f"localhost:{port or free_port()}"
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
         env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         env.setdefault("JAX_PLATFORMS", "cpu")
-        # LLVM's and XLA's, as in tests/conftest.py, unless asked for as users compile.
+        # Compile as tests/conftest.py does, unless a test asks to compile as users do.
         if env.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1":
             env["XLA_FLAGS"] = with_quick(env.get("XLA_FLAGS", ""))
         self._folder = folder
@@ -104,57 +104,59 @@ class Fleet:
         for process in range(count):
             if process in missing:
                 continue
-            place = (
+            distributed_overrides = (
                 f"distributed.coordinator_address={address}",
                 f"distributed.num_processes={count}",
                 f"distributed.process_id={process}",
             )
             command = [sys.executable, "-m", module, *overrides, *own(process)]
-            with (folder / f"log.{process}").open("wb") as said:
+            with (folder / f"log.{process}").open("wb") as log:
                 self.processes.append(
                     subprocess.Popen(
-                        command + list(place if count > 1 else ()),
+                        command + list(distributed_overrides if count > 1 else ()),
                         cwd=folder,
                         env=env,
-                        stdout=said,
+                        stdout=log,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
                     )
                 )
 
     def said(self, process: int = 0) -> str:
-        """Give what a process has said so far."""
+        """Return the output of a process so far."""
         return (self._folder / f"log.{process}").read_text(errors="replace")
 
     def await_text(self, text: str, process: int = 0, timeout_s: float = 180) -> None:
-        """Wait until a process says something."""
+        """Wait until the output of a process contains a text."""
         self.await_that(lambda: text in self.said(process), timeout_s)
 
-    def await_that(self, holds: Callable[[], bool], timeout_s: float = 180) -> None:
-        """Wait until something holds, looking often.
+    def await_that(self, condition: Callable[[], bool], timeout_s: float = 180) -> None:
+        """Wait until a condition holds, and check it often.
 
         Raises:
-            AssertionError: it does not in time, or the processes end before.
+            AssertionError: time runs out or the processes end before it holds.
         """
         deadline = time.monotonic() + timeout_s
-        while not holds():
-            ended = all(p.poll() is not None for p in self.processes)
-            if ended or time.monotonic() > deadline:
-                if holds():
+        while not condition():
+            all_ended = all(p.poll() is not None for p in self.processes)
+            if all_ended or time.monotonic() > deadline:
+                if condition():
                     return
                 self.end()
-                told = "\n".join(self.said(i)[-3000:] for i in range(len(self)))
-                raise AssertionError(f"ended: {ended}, or too late; they said:\n{told}")
+                outputs = "\n".join(self.said(i)[-3000:] for i in range(len(self)))
+                raise AssertionError(
+                    f"ended: {all_ended}, or too late; they said:\n{outputs}"
+                )
             time.sleep(0.005)
 
     def send(self, number: int, *processes: int) -> None:
-        """Send a signal to some, or to all."""
+        """Send a signal to some processes, or to all if none is named."""
         for process in processes or range(len(self)):
             if self.processes[process].poll() is None:
                 os.kill(self.processes[process].pid, number)
 
     def wait(self, timeout_s: float = 300) -> list[int]:
-        """Wait for their ends, and give their exit codes; None was ended by us."""
+        """Wait until all processes end by themselves, and return their exit codes."""
         deadline = time.monotonic() + timeout_s
         try:
             for process in self.processes:
@@ -167,10 +169,10 @@ class Fleet:
         ]
 
     def end(self) -> None:
-        """Leave none behind.
+        """Kill all processes that are still running.
 
         Raises:
-            TimeoutExpired: one waits for a disk that does not answer.
+            TimeoutExpired: a process waits for a disk that does not answer.
         """
         for process in self.processes:
             if process.poll() is None:

@@ -1,9 +1,9 @@
-"""Starts of `python -m <command>` that begin behind its imports.
+"""Start `python -m <command>` in forks of a process that has done its imports.
 
-Importing is two thirds of a short start. Here one process imports what commands need,
-asks for no device, and forks for each start: a process with its own arguments, folder,
-environment, output, signals and exit code. What a command imports, and when, is not
-seen so.
+Importing is two thirds of a short start. Here one process imports the modules that
+commands need, without initializing a device, and forks for each start. Each fork has
+its own arguments, folder, environment, output, signals and exit code. A fork cannot
+show what a command imports, or when.
 """
 
 import importlib
@@ -30,7 +30,7 @@ _IMPORTED = (
 class Forks:
     """The process that forks.
 
-    environment: of all starts; JAX reads it when it is imported.
+    `environment` is that of all starts; JAX reads it when it is imported.
     """
 
     def __init__(self, environment: Mapping[str, str]):
@@ -43,21 +43,24 @@ class Forks:
     def run(
         self, words: Sequence[str], folder: Path, more: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python <words>` in a folder to its end, with more of an environment.
+        """Run `python <words>` in a folder until it ends.
 
-        words: `-m <module>` or a file, and arguments.
+        Args:
+            words: `-m <module>` or a file, and arguments.
+            folder: the working folder, which also gets the output.
+            more: further environment variables.
         """
         self.start(words, folder, more)
         code = self.wait()
-        said = ((folder / name).read_text(errors="replace") for name in (OUT, ERR))
-        return subprocess.CompletedProcess(words, code, *said)
+        outputs = ((folder / name).read_text(errors="replace") for name in (OUT, ERR))
+        return subprocess.CompletedProcess(words, code, *outputs)
 
     def start(
         self, words: Sequence[str], folder: Path, more: Mapping[str, str] | None = None
     ) -> int:
-        """Start one, after the end of the one before; return its number.
+        """Start a process once the previous one has ended; return its process id.
 
-        What it says is in the files OUT and ERR of the folder.
+        Its output is in the files OUT and ERR of the folder.
         """
         assert self._server.stdin is not None
         start = [list(words), str(folder), dict(more or {})]
@@ -66,7 +69,7 @@ class Forks:
         return self._read()
 
     def wait(self) -> int:
-        """Wait for its end; return its exit code, negative for a signal."""
+        """Wait until the process ends; return its exit code, negative for a signal."""
         return self._read()
 
     def _read(self) -> int:
@@ -74,7 +77,7 @@ class Forks:
         return int(self._server.stdout.readline())
 
     def close(self) -> None:
-        """End it."""
+        """End the process that forks."""
         self._server.communicate()
 
 
@@ -91,13 +94,13 @@ def _serve() -> None:
 
 
 def _become(words: list[str], folder: str, more: dict[str, str]) -> None:
-    """Be the start; the end of this function is that of the process."""
+    """Run the command in this fork, which ends when this function returns."""
     os.chdir(folder)
     os.environ.update(more)
     for number, file in enumerate((os.devnull, OUT, ERR)):
-        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(opened, number)
-        os.close(opened)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

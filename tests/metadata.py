@@ -1,4 +1,4 @@
-"""Metadata servers, as the VMs of two slices of two hosts have them on Cloud TPU."""
+"""Serve metadata as Cloud TPU does for the VMs of two slices of two hosts."""
 
 import contextlib
 import http.server
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class _Metadata(http.server.BaseHTTPRequestHandler):
-    """What a Cloud TPU VM is told of itself: `attributes` of the server."""
+    """Answer with the metadata of a Cloud TPU VM: the `attributes` of the server."""
 
     def do_GET(self):
         name = self.path.rpartition("/")[2]
@@ -35,7 +35,7 @@ def metadata_server(process: int) -> Iterator[str]:
     server.shutdown()
 
 
-# Without chips JAX decides, when it is imported, to leave the server alone.
+# JAX sets the variable at its import if there are no chips, and then sends no query.
 AS_ON_A_TPU_VM = (
     "import os, runpy, jax; os.environ.pop('TPU_SKIP_MDS_QUERY', None); "
     "runpy.run_module('train', run_name='__main__', alter_sys=True)"

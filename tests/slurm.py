@@ -52,14 +52,14 @@ PreemptMode=CANCEL
 
 @contextlib.contextmanager
 def loopback() -> Iterator[dict[str, str]]:
-    """Run it; give the variable that finds it."""
+    """Run Slurm; yield the variable that locates it."""
     if os.geteuid() or not all(map(shutil.which, PROGRAMS)):
         pytest.skip("needs Slurm, MUNGE (Debian: slurm-wlm, munge) and to be root")
     with contextlib.ExitStack() as stack:
-        # One at a time: when one of two on a host ends, the other's jobs are lost.
+        # Run one Slurm at a time: if one of two on a host ends, the other loses jobs.
         lock = stack.enter_context(Path("/run/longhaul-slurm.lock").open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # Not below /tmp/pytest-*: MUNGE trusts only folders that others may not write.
+        # MUNGE trusts only folders that others may not write, unlike /tmp/pytest-*.
         folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/run"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         folder.chmod(0o755)
@@ -67,30 +67,30 @@ def loopback() -> Iterator[dict[str, str]]:
         (folder / "key").write_bytes(secrets.token_bytes(1024))
         (folder / "key").chmod(0o600)
         port = free_port()
-        about = {"host": socket.gethostname().partition(".")[0], "user": "root"}
-        about |= {"folder": folder, "port": port, "ports": f"[{port + 1}-{port + 2}]"}
-        (folder / "slurm.conf").write_text(CONF.format(**about))
+        values = {"host": socket.gethostname().partition(".")[0], "user": "root"}
+        values |= {"folder": folder, "port": port, "ports": f"[{port + 1}-{port + 2}]"}
+        (folder / "slurm.conf").write_text(CONF.format(**values))
         munge = [f"--key-file={folder}/key", f"--socket={folder}/munge.socket"]
         munge += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log")]
-        found = {"SLURM_CONF": f"{folder}/slurm.conf"}
-        env = {**os.environ, **found}
+        variables = {"SLURM_CONF": f"{folder}/slurm.conf"}
+        env = {**os.environ, **variables}
         for daemon in (
             ["munged", "--foreground", *munge, f"--seed-file={folder}/seed"],
             ["slurmctld", "-D"],
             ["slurmd", "-D", "-N", "127.0.0.1"],
             ["slurmd", "-D", "-N", "127.0.0.2"],
         ):
-            with (folder / f"{daemon[0]}.said").open("ab") as said:
-                process = subprocess.Popen(daemon, env=env, stdout=said, stderr=said)
+            with (folder / f"{daemon[0]}.said").open("ab") as log:
+                process = subprocess.Popen(daemon, env=env, stdout=log, stderr=log)
             stack.callback(process.wait, 60)
             stack.callback(process.terminate)
         deadline = time.monotonic() + 60
-        ready = ["srun", "-N2", "-n2", "--immediate=2", "true"]
-        while subprocess.run(ready, env=env, capture_output=True).returncode:
-            told = "\n".join(p.read_text() for p in folder.glob("*.said"))
-            assert time.monotonic() < deadline, told
+        probe = ["srun", "-N2", "-n2", "--immediate=2", "true"]
+        while subprocess.run(probe, env=env, capture_output=True).returncode:
+            outputs = "\n".join(p.read_text() for p in folder.glob("*.said"))
+            assert time.monotonic() < deadline, outputs
             time.sleep(0.2)
         try:
-            yield found
-        finally:  # what a test that failed has left
+            yield variables
+        finally:  # a failed test may have left jobs
             subprocess.run(["scancel", "--full", "--user=root"], env=env, check=False)

@@ -10,7 +10,7 @@ from tests.fleet import REPOSITORY
 
 
 def test_a_check_that_fails_ends_the_default_run_too(tmp_path: Path):
-    """All programs but the shell's own are stand-ins."""
+    """Every program is a stand-in, except those of the shell itself."""
     checkout = tmp_path / "checkout"
     programs = tmp_path / "programs"
     (checkout / ".ci").mkdir(parents=True)
@@ -18,7 +18,7 @@ def test_a_check_that_fails_ends_the_default_run_too(tmp_path: Path):
     programs.mkdir()
     number = tmp_path / "number"
     venv = 'mkdir -p "$3/bin" && touch "$3/bin/activate"'
-    for name, does in {
+    for name, script in {
         "python3.11": venv,
         "python3.13": "exit 1",
         "pip": "",
@@ -26,10 +26,10 @@ def test_a_check_that_fails_ends_the_default_run_too(tmp_path: Path):
         "python": f"echo $$ >{number}.new && mv {number}.new {number}; exec sleep 600",
         "ruff": f"until [ -e {number} ]; do sleep 0.01; done; exit 1",
     }.items():
-        (programs / name).write_text(f"#!/bin/sh\n{does}\n")
+        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
         (programs / name).chmod(0o755)
     env = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": f"{tmp_path}"}
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", ".ci/run"],
         env=env,
         cwd=checkout,
@@ -38,8 +38,8 @@ def test_a_check_that_fails_ends_the_default_run_too(tmp_path: Path):
         text=True,
         timeout=120,
     )
-    assert done.returncode == 1
-    assert "failed stages: lint, types, default run" in done.stdout
+    assert result.returncode == 1
+    assert "failed stages: lint, types, default run" in result.stdout
     try:
         os.kill(int(number.read_text()), 9)
     except ProcessLookupError:
@@ -47,29 +47,29 @@ def test_a_check_that_fails_ends_the_default_run_too(tmp_path: Path):
     raise AssertionError("the default run was still alive")
 
 
-def test_all_extras_are_installed_but_those_of_gpus():
+def test_all_extras_but_those_of_accelerators_are_installed():
     text = (REPOSITORY / ".ci/run").read_text()
-    installed = {
+    installed_extras = {
         name
         for names in re.findall(r"\bextras\+?=([\w,]+)", text)
         for name in names.split(",")
     }
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    every = project["optional-dependencies"].keys()
-    # `plan` has the compiler of `tpu`.
-    assert every - installed == {"cuda", "plan-gpu", "tpu"}
+    extras = project["optional-dependencies"].keys()
+    # The extra `plan` already installs the compiler of `tpu`.
+    assert extras - installed_extras == {"cuda", "plan-gpu", "tpu"}
 
 
-def test_the_tests_that_it_names_exist():
+def test_the_tests_that_ci_names_exist():
     text = (REPOSITORY / ".ci/run").read_text()
     words = re.findall(r"(?<=\s)tests/\S+", text)
     assert len(words) > 5
     for word in words:
-        # An expression without a match stays as it is.
-        listed = subprocess.check_output(
+        # The shell leaves a pattern without a match unchanged.
+        listing = subprocess.check_output(
             ["bash", "-c", f"echo {word}"], cwd=REPOSITORY, text=True
         )
         missing = [
-            name for name in listed.split() if not Path(REPOSITORY, name).exists()
+            name for name in listing.split() if not Path(REPOSITORY, name).exists()
         ]
         assert not missing

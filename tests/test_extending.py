@@ -32,33 +32,33 @@ def hunks() -> list[tuple[str, str, str]]:
     """Return (file, old lines, new lines) for each hunk of the example."""
     page = (REPOSITORY / "docs/guides/extending.md").read_text()
     diff = page.partition(SECTION)[2].partition("```diff\n")[2].partition("```")[0]
-    found = list[tuple[str, str, str]]()
+    result = list[tuple[str, str, str]]()
     file = ""
     old = list[str]()
     new = list[str]()
 
-    def end() -> None:
+    def finish_hunk() -> None:
         if old or new:
-            found.append((file, "".join(old), "".join(new)))
+            result.append((file, "".join(old), "".join(new)))
         old.clear()
         new.clear()
 
     was_context = True
     for line in diff.splitlines(keepends=True):
         if line.startswith("# "):
-            end()
+            finish_hunk()
             file = line[2:].partition(",")[0].strip()
             continue
         is_context = line.startswith(" ")
         if is_context and not was_context and line[1:].strip() != "return False":
-            end()
+            finish_hunk()
         was_context = is_context
         if line[0] in " -":
             old.append(line[1:])
         if line[0] in " +":
             new.append(line[1:])
-    end()
-    return found
+    finish_hunk()
+    return result
 
 
 def apply(folder: Path, file: str, old: str, new: str) -> None:
@@ -92,8 +92,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_reader_by_the_guide_reads_each_record_once(folder: Path):
-    """The plain file has 8 MB, which are two units if a format is cut."""
+def test_a_reader_from_the_guide_reads_each_record_once(folder: Path):
+    """The plain file has 8 MB, which are two units if a format can be split."""
     for hunk in hunks():
         apply(folder, *hunk)
     environment = {**os.environ, "PYTHONPATH": str(folder)}
@@ -110,6 +110,6 @@ def test_a_reader_by_the_guide_reads_each_record_once(folder: Path):
 @pytest.mark.slow
 def test_a_forgotten_format_is_an_error_of_the_type_checker(folder: Path):
     apply(folder, *hunks()[0])
-    named = {line.partition(":")[0] for line in type_errors(folder)}
-    places = {f"{folder}/{file}" for file, old, _ in hunks() if "case" in old}
-    assert places <= {path.strip() for path in named}
+    files_with_errors = {line.partition(":")[0] for line in type_errors(folder)}
+    files_with_cases = {f"{folder}/{file}" for file, old, _ in hunks() if "case" in old}
+    assert files_with_cases <= {path.strip() for path in files_with_errors}

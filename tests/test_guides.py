@@ -1,8 +1,8 @@
 """The commands of the tutorial, the guides and the README do what the pages say.
 
 A block of commands is run as it stands, in a folder with some text and stores, unless a
-comment above it says what it needs. Trainings are made short, and planned models
-shallow, by overrides for keys that a command does not name itself.
+comment above it says what it needs. Overrides make training runs short and planned
+models shallow, unless a command sets these keys itself.
 """
 
 import json
@@ -26,7 +26,7 @@ SHORT = (
     "train.num_steps=30 data.batch_size=8 data.sequence_length=64 tracker=none "
     "schedule.warmup_steps=2 eval.final_num_batches=1 eval.interval_steps=10"
 )
-# `python -m train` and `launch` get SHORT, `train.plan` models of two layers.
+# `python -m train` and `launch` get SHORT, and `train.plan` gets models of two layers.
 PRELUDE = f"""
 set -e
 python() {{
@@ -48,19 +48,19 @@ TASK_ROW = {"question": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}
 
 
 class Block(NamedTuple):
-    """Commands of a page, and what they need that a test does not have."""
+    """Commands of a page, and their needs that a test cannot meet."""
 
     needs: str
     commands: str
 
 
 def blocks(page: Path) -> list[Block]:
-    return [Block(*found) for found in BLOCK.findall(page.read_text())]
+    return [Block(*groups) for groups in BLOCK.findall(page.read_text())]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the guides take for granted: text, stores, a run, a task."""
+    """Make a folder with what the guides assume: text, stores, two runs, a task."""
     folder = tmp_path_factory.mktemp("guides")
     text = (REPOSITORY / "README.md").read_text()
     for name in ("corpus", "web", "mytasks"):
@@ -90,10 +90,10 @@ def run(commands: str, folder: Path, prelude: str = PRELUDE) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PATH": path}
     shell = ["bash", "-c", prelude + commands]
-    done = subprocess.run(
+    result = subprocess.run(
         shell, cwd=folder, env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -112,28 +112,32 @@ def test_every_command_is_in_a_block_that_is_run_or_says_what_it_needs():
 
 
 def not_ignored(folder: Path) -> list[str]:
-    """Return what lies in a folder that git would not ignore in a checkout."""
+    """Return the files of a folder that git would not ignore in a checkout."""
     entries = [
         f"{path.name}/" * path.is_dir() or path.name for path in folder.iterdir()
     ]
     names = "\n".join(sorted(entries))
     command = ["git", "check-ignore", "--no-index", "--non-matching", "--verbose"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "--stdin"],
         cwd=REPOSITORY,
         input=names,
         capture_output=True,
         text=True,
     )
-    return [ln.split("\t")[1] for ln in done.stdout.splitlines() if ln.startswith("::")]
+    return [
+        line.split("\t")[1]
+        for line in result.stdout.splitlines()
+        if line.startswith("::")
+    ]
 
 
 def test_what_the_tutorial_writes_is_ignored_by_git(tmp_path: Path):
-    """Each path that its commands name, and the default folders of the commands."""
+    """The test makes each path that a command names, and each default folder."""
     text = (REPOSITORY / "docs/tutorial.md").read_text()
-    named = re.findall(r"(?:mkdir -p |output=)(\w+)", text)
-    assert {"corpus", "tasks", "stores"} <= {*named}
-    for name in (*named, "runs", "plans"):
+    names = re.findall(r"(?:mkdir -p |output=)(\w+)", text)
+    assert {"corpus", "tasks", "stores"} <= {*names}
+    for name in (*names, "runs", "plans"):
         (tmp_path / name).mkdir(exist_ok=True)
     assert not_ignored(tmp_path) == []
     (tmp_path / "other").mkdir()
@@ -142,9 +146,9 @@ def test_what_the_tutorial_writes_is_ignored_by_git(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_tutorial_works(tmp_path: Path):
-    first, *others = blocks(REPOSITORY / "docs/tutorial.md")
+    first, *remaining = blocks(REPOSITORY / "docs/tutorial.md")
     assert first.commands.startswith("git clone")
-    commands = "\n".join(block.commands for block in others)
+    commands = "\n".join(block.commands for block in remaining)
     run(commands, tmp_path, "set -e\n")
     scores = list((tmp_path / "runs/tutorial/evaluations").glob("*.json"))
     assert len(scores) == 2
@@ -153,14 +157,14 @@ def test_the_tutorial_works(tmp_path: Path):
 
 @pytest.fixture
 def extended(tmp_path: Path) -> Path:
-    """A copy of the source tree, to which all patches of a guide are applied."""
+    """Copy the source tree, and apply all patches of a guide to the copy."""
     for name in ("configs", "data", "launch", "model", "train"):
         shutil.copytree(REPOSITORY / name, tmp_path / name)
     page = (REPOSITORY / "docs/guides/extending.md").read_text()
     diffs = re.findall(r"^```diff\n(--- .*?)^```$", page, re.M | re.S)
     assert len(diffs) == 4
     for diff in diffs:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", "apply", "-"],
             cwd=tmp_path,
             input=diff,
@@ -168,7 +172,7 @@ def extended(tmp_path: Path) -> Path:
             text=True,
             env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
         )
-        assert done.returncode == 0, f"{done.stderr}\n{diff}"
+        assert result.returncode == 0, f"{result.stderr}\n{diff}"
     return tmp_path
 
 
@@ -185,7 +189,7 @@ def test_a_tree_with_these_diffs_trains(extended: Path):
     command = """python -m train optimizer=yogi schedule=inverse_sqrt train.num_steps=3
         model.activation=silu model.num_layers=1 data.batch_size=2 eval.num_batches=1
         eval.final_num_batches=1 tracker=none run.dir=run log.interval_steps=1"""
-    # The copy lies in the working folder, which comes before the installed package.
+    # Python imports the copy from the working folder, not the installed package.
     run(f"unset PYTHONPATH; {' '.join(command.split())}", extended, "set -e\n")
     lines = (extended / "run/metrics.jsonl").read_text().splitlines()
     assert any(json.loads(line).get("weight_norm", 0) > 0 for line in lines)

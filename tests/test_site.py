@@ -1,4 +1,4 @@
-"""The site of the documentation, as a browser shows it."""
+"""A browser shows every table of the documentation uncut."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def test_tables_of_keys_fit_on_small_and_large_screens(tmp_path):
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
         options += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=5000"]
         options += ["--allow-file-access-from-files", f"--window-size={width},1000"]
-        done = subprocess.run(
+        result = subprocess.run(
             [browser, *options, page.as_uri()], capture_output=True, text=True
         )
-        assert re.findall(r"<title>(cut: \d+)</title>", done.stdout) == ["cut: 0"]
+        assert re.findall(r"<title>(cut: \d+)</title>", result.stdout) == ["cut: 0"]

@@ -31,10 +31,10 @@ def test_swaps_and_unpackings_are_allowed(statement, expected):
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_statement_assigns_one_value(folder):
-    found = [
+    locations = [
         f"{path.relative_to(REPOSITORY)}:{node.lineno}"
         for path in sorted((REPOSITORY / folder).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Assign) and assigns_several_values(node)
     ]
-    assert not found, "write one assignment a line"
+    assert not locations, "write one assignment a line"

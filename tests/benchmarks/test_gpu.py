@@ -1,4 +1,4 @@
-"""The program that measures a GPU, without one."""
+"""The program that measures a GPU is tested without one."""
 
 import contextlib
 import json
@@ -15,18 +15,18 @@ from benchmarks.step_worker import Spec
 SPEC = Spec("longhaul", "gpt2_124m", "gpu", 2, overrides=("seed=1",))
 
 
-def test_a_worker_is_told_all(tmp_path):
-    told = Spec(**json.loads(json.dumps(asdict(SPEC))))
-    assert asdict(told) == {**asdict(SPEC), "overrides": ["seed=1"]}
-    assert told.shape.tokens == 64 * 1024
+def test_a_worker_receives_the_whole_spec(tmp_path):
+    received = Spec(**json.loads(json.dumps(asdict(SPEC))))
+    assert asdict(received) == {**asdict(SPEC), "overrides": ["seed=1"]}
+    assert received.shape.tokens == 64 * 1024
 
 
 @pytest.mark.parametrize(
     ("speeds", "tried"),
     [
         ({16: 1.0, 32: 2.0, 64: 3.0, 128: 4.0}, [16, 32, 64, 128]),
-        ({16: 1.0, 32: 3.0, 64: 2.0}, [16, 32, 64]),  # and no further
-        ({16: 1.0, 32: 2.0}, [16, 32]),  # more does not fit
+        ({16: 1.0, 32: 3.0, 64: 2.0}, [16, 32, 64]),  # a slower size ends the search
+        ({16: 1.0, 32: 2.0}, [16, 32]),  # the next size does not fit
     ],
 )
 def test_batches_grow_while_that_is_faster_and_they_fit(monkeypatch, speeds, tried):
@@ -36,37 +36,37 @@ def test_batches_grow_while_that_is_faster_and_they_fit(monkeypatch, speeds, tri
         return speeds[spec.batch_size]
 
     monkeypatch.setattr(gpu_turns, "tokens_per_s", tokens_per_s)
-    found = gpu.tune(SPEC)
-    assert list(found) == tried
-    assert found[gpu.fastest(found)] == max(speeds.values())
+    measurements = gpu.tune(SPEC)
+    assert list(measurements) == tried
+    assert measurements[gpu.fastest(measurements)] == max(speeds.values())
 
 
-def test_where_no_batch_fits_it_says_so(monkeypatch):
-    def too_much(spec):
+def test_it_is_an_error_if_no_batch_fits(monkeypatch):
+    def run_out_of_memory(spec):
         raise EndedEarly
 
-    monkeypatch.setattr(gpu_turns, "tokens_per_s", too_much)
+    monkeypatch.setattr(gpu_turns, "tokens_per_s", run_out_of_memory)
     with pytest.raises(SystemExit, match="no batch of gpt2_124m fits"):
         gpu.tune(SPEC)
 
 
-def damaged(first, presets):
-    """Find one thing, and fail of another as no part means to."""
+def crashing_part(first, presets):
+    """Yield one result, and then fail with an error that no part expects."""
     yield {"whole": 1.5}
     raise KeyError("eval/loss")
 
 
-def wrong(first, presets):
+def failing_part(first, presets):
     yield {"found": 2}
     gpu.require(False, "not the CPU's")
 
 
-def right(first, presets):
+def working_part(first, presets):
     yield {"preset": presets[0]}
 
 
-def test_parts_that_fail_cost_no_other_its_figures(monkeypatch, tmp_path, capsys):
-    parts = {"check": wrong, "run": damaged, "speed": right}
+def test_a_failed_part_keeps_its_results_and_the_others(monkeypatch, tmp_path, capsys):
+    parts = {"check": failing_part, "run": crashing_part, "speed": working_part}
     monkeypatch.setattr(gpu, "PARTS", parts)
     file = tmp_path / "gpu.json"
     file.write_text('{"levers": {"as_is": [1.0]}}')
@@ -74,22 +74,22 @@ def test_parts_that_fail_cost_no_other_its_figures(monkeypatch, tmp_path, capsys
         *(sys, "argv"),
         ["gpu", "--device", "cpu", "--json", str(file), "--parts", *parts],
     )
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_:
         gpu.main()
-    assert ended.value.code == 1
-    shown = capsys.readouterr()
-    assert "check: not the CPU's" in shown.out
-    assert "run: KeyError: 'eval/loss'" in shown.out
-    assert "Traceback" in shown.err
-    found = json.loads(file.read_text())
-    assert found["levers"] == {"as_is": [1.0]}
-    assert (found["check"]["failed"], found["check"]["found"]) == ("not the CPU's", 2)
-    assert found["run"]["whole"] == 1.5
-    assert found["speed"]["preset"] == "nano"
+    assert exit_.value.code == 1
+    output = capsys.readouterr()
+    assert "check: not the CPU's" in output.out
+    assert "run: KeyError: 'eval/loss'" in output.out
+    assert "Traceback" in output.err
+    data = json.loads(file.read_text())
+    assert data["levers"] == {"as_is": [1.0]}
+    assert (data["check"]["failed"], data["check"]["found"]) == ("not the CPU's", 2)
+    assert data["run"]["whole"] == 1.5
+    assert data["speed"]["preset"] == "nano"
 
 
-class Trained:
-    """A contender whose loss falls as the CPU's does, but for one."""
+class FakeContender:
+    """A contender whose losses equal the CPU's in float32 alone."""
 
     def __init__(self, spec):
         self.spec = spec
@@ -101,25 +101,25 @@ class Trained:
         return {"loss": loss if self.spec.float32 else loss * 1.1}
 
 
-def test_float32_is_checked_without_cudnn_and_all_is_told(monkeypatch):
-    asked = []
+def test_float32_is_checked_without_cudnn_and_all_is_reported(monkeypatch):
+    specs = []
 
     @contextlib.contextmanager
     def running(spec):
-        asked.append(spec)
-        yield Trained(spec)
+        specs.append(spec)
+        yield FakeContender(spec)
 
     monkeypatch.setattr(gpu, "running", running)
-    found = []
+    results = []
     with pytest.raises(SystemExit, match=r"^gpu, auto: not the CPU's$"):
-        found.extend(gpu.check(SPEC, ["gpt2_124m"]))
-    assert {"gpu, float32": [2.0, 1.0]} in found
-    assert {"kernels": {"__cudnn$fmhaSoftmax": 12}} in found
-    xla = ["model.attention=xla" in spec.overrides for spec in asked]
+        results.extend(gpu.check(SPEC, ["gpt2_124m"]))
+    assert {"gpu, float32": [2.0, 1.0]} in results
+    assert {"kernels": {"__cudnn$fmhaSoftmax": 12}} in results
+    xla = ["model.attention=xla" in spec.overrides for spec in specs]
     assert xla == [True, True, False, False]
 
 
-def test_a_worker_that_died_is_said_to_have_whenever_it_is_asked():
+def test_each_command_to_a_dead_worker_reports_that_it_ended():
     worker = object.__new__(Contender)
     worker.name = "longhaul"
     worker.process = subprocess.Popen(
@@ -131,6 +131,6 @@ def test_a_worker_that_died_is_said_to_have_whenever_it_is_asked():
     worker.quit()
 
 
-def test_a_gpu_without_a_name_costs_no_figures(monkeypatch):
+def test_a_gpu_without_a_name_does_not_stop_the_benchmark(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert "a GPU" in hardware("gpu")

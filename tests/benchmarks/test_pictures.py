@@ -24,7 +24,7 @@ def test_every_picture_is_shown_on_a_page():
 @pytest.mark.slow
 @pytest.mark.tpu
 def test_the_pictures_of_the_documentation_can_be_drawn(tmp_path):
-    """Each is as wide as the one that is kept, and shows something."""
+    """Each new picture is as wide as the committed one, and is not blank."""
     if os.environ.get("LONGHAUL_FULL") != "1":
         if not shutil.which("chromium"):
             pytest.skip("needs chromium")
@@ -37,8 +37,8 @@ def test_the_pictures_of_the_documentation_can_be_drawn(tmp_path):
     )
     from matplotlib.image import imread
 
-    for kept in IMAGES.iterdir():
-        drawn = imread(tmp_path / kept.name)
-        assert drawn.shape[1] == imread(kept).shape[1]
+    for committed in IMAGES.iterdir():
+        drawn = imread(tmp_path / committed.name)
+        assert drawn.shape[1] == imread(committed).shape[1]
         halves = np.array_split(drawn[..., :3], 2)
         assert all(half.std() > 0.02 for half in halves)

@@ -1,4 +1,4 @@
-"""A published run, predicted from what was once estimated of its step."""
+"""Speeds of published runs are predicted from the estimates of their steps."""
 
 import json
 import re
@@ -22,51 +22,51 @@ GPU_ROWS = read_rows(TABLES["gpu"])
 B200_ROWS = read_rows(TABLES["b200"])
 
 
-def estimated(composed, row):
+def compare_estimate(composed, row):
     """Return the comparison of a row with the estimate of its step."""
     *overrides, target = row.overrides
-    at = machine(composed, target.removeprefix("target="), *overrides, base=BASE)
-    program = make_program(at.config, list(at.mesh.devices.flat))
-    chip = published.chip_of(row, at.chip)
-    found = published.Found(estimate_step(program), program, chip)
-    return published.compare(row, found)
+    setup = machine(composed, target.removeprefix("target="), *overrides, base=BASE)
+    program = make_program(setup.config, list(setup.mesh.devices.flat))
+    chip = published.chip_of(row, setup.chip)
+    estimate = published.Found(estimate_step(program), program, chip)
+    return published.compare(row, estimate)
 
 
 @pytest.mark.parametrize(
     "name", ["MPT 7b, 4,096 tokens, h100-8", "MPT 3b, 4,096 tokens, a100-8"]
 )
-def test_a_public_run_lies_in_its_range(composed, name):
-    """Of those that no constant was settled on."""
+def test_a_public_run_is_within_its_predicted_range(composed, name):
+    """No constant was fitted to these runs."""
     (row,) = [row for row in GPU_ROWS if row.name == name]
-    found = [row for row in json.loads(FIGURES.read_text()) if row["name"] == name]
-    (kept,) = [row for row in found if row["how"] == "estimated"]
-    assert row.use == kept["use"] == "judged by"
+    results = [row for row in json.loads(FIGURES.read_text()) if row["name"] == name]
+    (result,) = [row for row in results if row["how"] == "estimated"]
+    assert row.use == result["use"] == "judged by"
     *overrides, target = row.overrides
-    at = machine(composed, target.removeprefix("target="), *overrides, base=())
-    cost = published.cost_of(kept["cost"] | {"outside_layers": []})
-    data = at.config.data
-    chip = published.chip_of(row, at.chip)
+    setup = machine(composed, target.removeprefix("target="), *overrides, base=())
+    cost = published.cost_of(result["cost"] | {"outside_layers": []})
+    data = setup.config.data
+    chip = published.chip_of(row, setup.chip)
     tokens = data.batch_size * data.sequence_length
-    predicted = predict(cost, at.config, at.mesh, chip)
+    predicted = predict(cost, setup.config, setup.mesh, chip)
     step = predicted.step_s
-    took = kept["published"]["step_s"]
+    took = result["published"]["step_s"]
     assert step.low <= took <= step.high
     assert step.middle == pytest.approx(took, rel=0.2)
-    assert took * row.tokens * at.mesh.size == pytest.approx(tokens)
+    assert took * row.tokens * setup.mesh.size == pytest.approx(tokens)
 
 
 @pytest.mark.parametrize("target", ["v5p-512", "v6e-256"])
 def test_public_runs_of_experts_are_within_15_percent_of_the_estimate(composed, target):
-    """Of those that no constant was settled on."""
+    """No constant was fitted to these runs."""
     (row,) = [row for row in TPU_ROWS if row.name.endswith(f"Mixtral 8x7B, {target}")]
     assert row.use == "judged by"
-    assert abs(estimated(composed, row)["error"]) < 0.15
+    assert abs(compare_estimate(composed, row)["error"]) < 0.15
 
 
 def test_a_chip_with_the_constants_of_another_is_summed_up_separately(composed, capsys):
     (hopper,) = [row for row in GPU_ROWS if row.name == "MPT 3b, 512 tokens, h100-8"]
     (blackwell,) = B200_ROWS
-    published.report([estimated(composed, row) for row in (hopper, blackwell)])
+    published.report([compare_estimate(composed, row) for row in (hopper, blackwell)])
     summary = capsys.readouterr().out
     assert "\nGPU judged by: 1 of 1 in range" in summary
     assert "\nB200 judged by: " in summary
@@ -74,7 +74,7 @@ def test_a_chip_with_the_constants_of_another_is_summed_up_separately(composed, 
 
 @pytest.mark.parametrize("row", LLAMA_ROWS, ids=lambda row: row.name)
 def test_a_row_of_llama_can_be_planned(composed, row):
-    assert estimated(composed, row)["step_s"]["low"] > 0
+    assert compare_estimate(composed, row)["step_s"]["low"] > 0
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_row_of_llama_can_be_planned(composed, row):
         ({"chip": "h200"}, "has the chip 'h200'"),
     ],
 )
-def test_a_row_that_is_not_whole_is_refused_by_its_name(tmp_path, change, problem):
+def test_an_invalid_row_is_refused_by_its_name(tmp_path, change, problem):
     values = json.loads(TABLES["b200"].read_text())
     (row,) = values["rows"]
     changed = row | change
@@ -119,7 +119,7 @@ def test_all_pages_state_the_same_figures_of_the_comparison():
 
 
 def test_the_readme_and_the_results_quote_the_same_losses():
-    """Of the recipes, and of the default run with its compressors."""
+    """They quote the recipes, and the default run with its compressors."""
     readme = (ROOT / "README.md").read_text()
     results = (ROOT / "docs/results.md").read_text()
     for pattern in (

@@ -14,7 +14,7 @@ from tests.train.conftest import TINY
 
 @pytest.mark.slow
 def test_a_run_of_a_sweep_is_a_run_of_the_training_step(tmp_path: Path):
-    """With the third of three rates and the second of two seeds."""
+    """The third of three rates and the second of two seeds are compared."""
     text = REPOSITORY / "docs" / "guides"
     keys = (*TINY, f"data.path={text}", f"data.cache_dir={tmp_path}")
     keys = (*keys, "train.num_steps=8", "data.validation=0.1")
@@ -34,12 +34,12 @@ def test_a_run_of_a_sweep_is_a_run_of_the_training_step(tmp_path: Path):
         nats = nats + float(sums[0])
         targets = targets + int(sums[1])
     assert losses[2, 1] == pytest.approx(nats / targets, rel=1e-4)
-    others = np.delete(losses.flatten(), 5)
-    assert np.abs(others - losses[2, 1]).min() > 1e-3
+    other_losses = np.delete(losses.flatten(), 5)
+    assert np.abs(other_losses - losses[2, 1]).min() > 1e-3
 
 
 def test_the_best_factor_is_the_vertex_of_a_parabola():
     factors = [0.5, 1.0, 2.0, 4.0]
     losses = [[(np.log2(f) - 0.7) ** 2 + noise for noise in (-1, 1)] for f in factors]
-    found = vertex({"factors": factors, "losses": losses})
-    assert found == pytest.approx(2**0.7)
+    factor = vertex({"factors": factors, "losses": losses})
+    assert factor == pytest.approx(2**0.7)

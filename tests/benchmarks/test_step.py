@@ -6,7 +6,7 @@ from benchmarks.contenders import check
 
 
 class Scripted:
-    """A contender with losses that are known."""
+    """A contender with given losses."""
 
     def __init__(self, name: str, last: float) -> None:
         self.name = name
@@ -23,14 +23,14 @@ class Scripted:
 def test_a_torch_variant_that_computes_something_else_is_left_out(capsys):
     contenders = [Scripted("torch-eager-f32", 4.6), Scripted("torch-eager-bf16", 5.1)]
     contenders.append(Scripted("longhaul", 4.65))
-    kept = check(contenders)  # type: ignore[arg-type]
-    assert [each.name for each in kept] == ["torch-eager-f32", "longhaul"]
-    assert [each.ended for each in contenders] == [False, True, False]
+    passing = check(contenders)  # type: ignore[arg-type]
+    assert [contender.name for contender in passing] == ["torch-eager-f32", "longhaul"]
+    assert [contender.ended for contender in contenders] == [False, True, False]
     assert "torch-eager-bf16: losses differ" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("last", [5.9, 5.1])  # does not fall, falls otherwise
-def test_no_speed_is_told_of_a_longhaul_that_computes_something_else(last):
+@pytest.mark.parametrize("last", [5.9, 5.1])  # it does not fall; it falls differently
+def test_it_is_an_error_if_longhaul_computes_something_else(last):
     contenders = [Scripted("torch-eager-f32", 4.6), Scripted("longhaul", last)]
     with pytest.raises(SystemExit, match="longhaul: "):
         check(contenders)  # type: ignore[arg-type]

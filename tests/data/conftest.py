@@ -1,4 +1,4 @@
-"""Tiny texts and stores in temporary folders."""
+"""These fixtures make tiny texts and stores in temporary folders."""
 
 import base64
 import hashlib
@@ -15,7 +15,7 @@ from data.config import DataConfig, Source
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of 40 documents of unlike lengths, some empty, some not ASCII."""
+    """Return a folder of 40 documents of different lengths, some empty or not ASCII."""
     root = tmp_path / "texts"
     root.mkdir()
     for index in range(40):
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 64 values and shards of 256, so that tiny stores have many."""
+    """Make chunks of 64 values and shards of 256, so that tiny stores have many."""
     stores = data.token_store
     for module in (stores.writer, stores.reader, stores.local_shards):
         monkeypatch.setattr(module, "CHUNK_LENGTH", 64)
@@ -35,7 +35,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def write_ranks() -> Callable[..., dict[str, str]]:
-    """Write a rank file of the bytes and some more; return the keys that name it."""
+    """Return a function that writes a rank file and returns the keys that name it.
+
+    The file holds all single bytes and the extra tokens.
+    """
 
     def write(path: Path, extra: tuple[bytes, ...] = (b"th", b"the", b" the")) -> dict:
         tokens = [bytes([byte]) for byte in range(256)] + list(extra)
@@ -52,7 +55,7 @@ def write_ranks() -> Callable[..., dict[str, str]]:
 
 @pytest.fixture(params=["memory", "offsets", "disk"])
 def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What of a split is read into memory: all, where documents start, or nothing."""
+    """Choose what a split reads into memory: all, only document offsets, or nothing."""
     if request.param != "memory":
         monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
     if request.param == "disk":

@@ -35,35 +35,37 @@ if 'jax' in sys.modules:
 """
 
 
-def only(sources: Sources) -> Store:
+def only_store(sources: Sources) -> Store:
     (store,) = sources.stores.values()
     return store
 
 
 def take(batches, count: int) -> list[Batch]:
-    found = list(itertools.islice(batches, count))
+    result = list(itertools.islice(batches, count))
     batches.close()
-    return found
+    return result
 
 
-def assert_equal(a: Batch, b: Batch) -> None:
-    for name, left, right in zip(Batch._fields, a, b, strict=True):
-        np.testing.assert_array_equal(left, right, err_msg=name)
+def assert_equal(actual: Batch, expected: Batch) -> None:
+    for name, actual_field, expected_field in zip(
+        Batch._fields, actual, expected, strict=True
+    ):
+        np.testing.assert_array_equal(actual_field, expected_field, err_msg=name)
 
 
-def joined(batches: list[Batch]) -> Batch:
+def join(batches: list[Batch]) -> Batch:
     return Batch(*map(np.concatenate, zip(*batches, strict=True)))
 
 
 @pytest.fixture
 def numbers(tmp_path: Path) -> tuple[DataConfig, np.ndarray]:
-    """A single file whose windows of 4 bytes are all different, and its tokens."""
+    """Return a config of one file whose windows of 4 bytes differ, and its tokens."""
     text = b"".join(bytes(divmod(index, 100)) for index in range(1000))
     (tmp_path / "numbers").write_bytes(text)
     config = DataConfig(
         source=Source.text,
         path=str(tmp_path / "numbers"),
-        format=Format.text,  # it holds zero bytes
+        format=Format.text,  # the file holds zero bytes
         sequence_length=16,
         batch_size=8,
         cache_dir=str(tmp_path / "cache"),
@@ -87,20 +89,20 @@ def test_a_batch_does_not_depend_on_where_reading_began(config):
 def test_two_processes_together_read_all_validation_batches(config):
     store = open_sources(config)
     half = config.batch_size // 2
-    whole = validation_batches(store, config)
+    global_batches = validation_batches(store, config)
     first = validation_batches(store, config, rows=slice(half))
     second = validation_batches(store, config, rows=slice(half, None))
-    for batch, *halves in zip(whole, first, second, strict=True):
-        assert_equal(joined(halves), batch)
+    for batch, *halves in zip(global_batches, first, second, strict=True):
+        assert_equal(join(halves), batch)
 
 
-def test_rows_of_a_batch_may_be_several_stretches(config):
+def test_a_batch_may_be_read_in_several_slices(config):
     order = Order(open_sources(config), config, 5)
-    some = order.read(2, [slice(6, 8), slice(0, 2)])
-    assert_equal(some, Batch(*(field[[6, 7, 0, 1]] for field in order.read(2))))
+    batch = order.read(2, [slice(6, 8), slice(0, 2)])
+    assert_equal(batch, Batch(*(field[[6, 7, 0, 1]] for field in order.read(2))))
 
 
-def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
+def test_each_epoch_has_every_row_once_in_a_new_order(numbers):
     config, flat = numbers
     store = open_sources(config)
     (rows,) = Order(store, config, 0).rows.values()
@@ -111,21 +113,21 @@ def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
 
     def order(seed: int, epoch: int) -> list[int]:
         steps = count // config.batch_size
-        batch = joined(take(Order(store, config, seed).batches(steps * epoch), steps))
+        batch = join(take(Order(store, config, seed).batches(steps * epoch), steps))
         np.testing.assert_array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
         full = np.concatenate([batch.inputs, batch.targets[:, -1:]], axis=1)
         return [rows.index(row) for row in full.tolist()]
 
     orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)]
-    for one in orders:
-        assert sorted(one) == list(range(count))
-    assert len({tuple(one) for one in orders}) == 6, "orders repeat"
+    for permutation in orders:
+        assert sorted(permutation) == list(range(count))
+    assert len({tuple(permutation) for permutation in orders}) == 6, "orders repeat"
     assert list(range(count)) not in orders
 
 
 @pytest.mark.parametrize("count", [1, 112, 70_000])
 @pytest.mark.parametrize("seed", [7, 2**32 - 2])
-def test_the_order_of_rows_is_grains(count, seed):
+def test_the_order_of_rows_matches_grain(count, seed):
     order = grain.MapDataset.range(count).shuffle(seed=seed).repeat(None)
     ranks = np.concatenate([np.arange(3 * min(count, 50)), [2 * count, 10**13]])
     numbers = shuffled_rows(ranks, count, seed)
@@ -135,9 +137,10 @@ def test_the_order_of_rows_is_grains(count, seed):
 
 def test_batches_straddle_epochs_without_loss(numbers):
     config, _ = numbers
-    config = dataclasses.replace(config, batch_size=9)  # 112 rows: not divisible
+    config = dataclasses.replace(config, batch_size=9)  # 9 does not divide 112
     store = open_sources(config)
-    batch = joined(take(Order(store, config, 0).batches(), 25))  # two epochs and a row
+    # The 25 batches are two epochs and one row.
+    batch = join(take(Order(store, config, 0).batches(), 25))
     counts = np.unique(batch.inputs[:224], axis=0, return_counts=True)[1]
     assert counts.tolist() == [2] * 112
 
@@ -153,26 +156,26 @@ ranges = st.lists(st.integers(0, 60), max_size=8).map(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(skip=ranges)
-def test_steps_take_the_batches_that_are_not_left_out(config, skip):
-    """None that is left out; all others once, in order, as they are without."""
-    left_out = {
+def test_steps_take_the_batches_that_are_not_skipped(config, skip):
+    """Skipped batches are never read; all others are read once, in order, unchanged."""
+    skipped_numbers = {
         number
         for first, last in zip(skip[::2], skip[1::2], strict=True)
         for number in range(first, last + 1)
     }
-    kept = [number for number in range(100) if number not in left_out][:30]
+    expected = [number for number in range(100) if number not in skipped_numbers][:30]
     store = open_sources(config)
-    whole = Order(store, config, 3)
+    full_order = Order(store, config, 3)
     config = dataclasses.replace(config, skip_batches=skip)
     assert not config.mistakes()
     order = Order(store, config, 3)
-    assert [order.batch_number(step) for step in range(30)] == kept
+    assert [order.batch_number(step) for step in range(30)] == expected
     for step, batch in enumerate(take(order.batches(27), 3), 27):
-        assert_equal(batch, whole.read(kept[step]))
+        assert_equal(batch, full_order.read(expected[step]))
         assert_equal(batch, order.read(step))
-    assert list(order.excerpts(29)) == list(whole.excerpts(kept[29]))
-    assert order.epochs(30) == whole.epochs(kept[29] + 1)
-    assert order.epochs(0) == whole.epochs(0) == {"tiny": 0.0}
+    assert list(order.excerpts(29)) == list(full_order.excerpts(expected[29]))
+    assert order.epochs(30) == full_order.epochs(expected[29] + 1)
+    assert order.epochs(0) == full_order.epochs(0) == {"tiny": 0.0}
 
 
 def test_rows_respect_documents():
@@ -201,34 +204,34 @@ def test_rows_respect_documents():
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_validation_goes_through_the_text_once(config, rows):
+def test_validation_reads_the_text_once(config, rows):
     config = dataclasses.replace(config, batch_size=rows)
     store = open_sources(config)
-    tokens = only(store).split("validation")
+    tokens = only_store(store).split("validation")
     flat = tokens.read(0, len(tokens)).astype(np.int32)
     config = dataclasses.replace(config, document_mask=False)
     batches = list(validation_batches(store, config))
     assert {batch.inputs.shape for batch in batches} == {(rows, 16)}
-    batch = joined(batches)
+    batch = join(batches)
     real = batch.segment_ids > 0
     np.testing.assert_array_equal(batch.inputs[real], flat[:-1])
     np.testing.assert_array_equal(batch.targets[real], flat[1:])
     assert (batch.targets[~real] == -1).all()
     assert (~real).any()
     assert len(list(validation_batches(store, config, 1))) == 1
-    for batch, wanted in zip(
+    for batch, expected in zip(
         validation_batches(store, config, 1000), batches, strict=True
     ):
-        assert_equal(batch, wanted)
+        assert_equal(batch, expected)
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("packing", [Packing.concat, Packing.none])
 @pytest.mark.parametrize("num_batches", [3, 10])
 def test_some_batches_represent_the_whole_set(tmp_path, period, packing, num_batches):
-    """Documents of two kinds follow each other in blocks, or in regular turns.
+    """Documents of two kinds follow each other in blocks, or alternate regularly.
 
-    Each document fills a row, so that turns of rows meet the same turns of documents.
+    Each document fills a row, so that every n-th row is also every n-th document.
     """
     kinds = [b"a", b"b"] * 200 if period > 1 else [b"a"] * 300 + [b"b"] * 100
     blocks = [kinds[i // max(1, period - 1) % len(kinds)] for i in range(400)]
@@ -248,17 +251,17 @@ def test_some_batches_represent_the_whole_set(tmp_path, period, packing, num_bat
     )
     sources = open_sets(open_sources(config), config, {"set": str(folder)})
     sources = sources.validation_sets(by_source=False)["set"]
-    some = joined(list(validation_batches(sources, config, num_batches)))
-    whole = joined(list(validation_batches(sources, config)))
-    assert some.inputs.shape == (4 * num_batches, 16)
+    sample = join(list(validation_batches(sources, config, num_batches)))
+    full_set = join(list(validation_batches(sources, config)))
+    assert sample.inputs.shape == (4 * num_batches, 16)
 
     def share_of_a(batch: Batch) -> float:
         targets = batch.targets[(batch.targets >= 0) & (batch.segment_ids > 0)]
         return float(np.isin(targets, [ord("a")]).sum() / len(targets))
 
-    assert share_of_a(some) == pytest.approx(share_of_a(whole), abs=0.2)
-    again = joined(list(validation_batches(sources, config, num_batches)))
-    assert_equal(some, again)
+    assert share_of_a(sample) == pytest.approx(share_of_a(full_set), abs=0.2)
+    second_sample = join(list(validation_batches(sources, config, num_batches)))
+    assert_equal(sample, second_sample)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +279,8 @@ def test_each_stretch_of_rows_gives_one_row(num_rows, num_chosen):
 
 @pytest.mark.parametrize("packing", Packing)
 @pytest.mark.parametrize("size", [2, 7, 30])
-def test_a_set_that_holds_nothing_out_is_scored_to_its_end(tmp_path, size, packing):
-    """Also one that is shorter than a row, or whose last row is not full."""
+def test_a_set_without_validation_text_is_scored_to_its_end(tmp_path, size, packing):
+    """The set may be shorter than a row, or its last row may not be full."""
     (tmp_path / "own.txt").write_text("a text to train on, and to hold some out of it")
     (tmp_path / "note.txt").write_text("x" * size)
     config = DataConfig(
@@ -298,12 +301,12 @@ def test_a_set_that_holds_nothing_out_is_scored_to_its_end(tmp_path, size, packi
 
 def test_too_little_text_is_refused_with_the_remedy(config):
     for changes in ({"sequence_length": 4096}, {"batch_size": 10**6}):
-        starved = dataclasses.replace(config, **changes)
+        changed_config = dataclasses.replace(config, **changes)
         with pytest.raises(DataError, match="shorter sequences, a smaller batch"):
-            Order(open_sources(starved), starved, seed=0).batches()
+            Order(open_sources(changed_config), changed_config, seed=0).batches()
 
 
-def test_an_abandoned_iterator_neither_keeps_the_process_nor_uses_jax(config):
+def test_an_abandoned_iterator_lets_the_process_end_and_uses_no_jax(config):
     script = (
         "import pickle, sys; from data.sources import open_sources\n"
         "import data.tokenizer, data.token_store.store\n"
@@ -323,21 +326,21 @@ def test_an_abandoned_iterator_neither_keeps_the_process_nor_uses_jax(config):
 
 
 def test_a_closed_iterator_leaves_no_thread(config):
-    before = set(threading.enumerate())
+    previous_threads = set(threading.enumerate())
     batches = Order(open_sources(config), config, seed=0).batches()
     next(batches)
-    started = set(threading.enumerate()) - before
-    assert started
+    new_threads = set(threading.enumerate()) - previous_threads
+    assert new_threads
     batches.close()
-    for thread in started:
+    for thread in new_threads:
         thread.join(timeout=60)
-    assert not [thread for thread in started if thread.is_alive()]
+    assert not [thread for thread in new_threads if thread.is_alive()]
 
 
-def test_reading_runs_ahead_but_not_far(config, monkeypatch):
+def test_reading_ahead_stops_at_prefetch(config, monkeypatch):
     store = open_sources(config)
     reads = []
-    tokens = only(store).split("train")
+    tokens = only_store(store).split("train")
     gather = tokens.gather
     monkeypatch.setattr(tokens, "gather", lambda *a: (reads.append(1), gather(*a))[1])
     batches = Order(store, config, seed=0).batches()

@@ -1,4 +1,4 @@
-"""The token with which documents and prompts begin, wherever a tokenizer comes from."""
+"""Documents and prompts begin with the right token for each kind of tokenizer."""
 
 import dataclasses
 import json
@@ -61,10 +61,10 @@ def write_folder(folder: Path, post_processor: dict | None, **settings) -> str:
     ("post_processor", "settings", "expected"),
     [
         (None, {}, None),
-        (BYTE_LEVEL, {"bos_token": "<s>"}, None),  # named, but not added
-        (template(), {}, None),  # adds a token after the text only
+        (BYTE_LEVEL, {"bos_token": "<s>"}, None),  # the token is named, but not added
+        (template(), {}, None),  # it adds a token only after the text
         (template("<s>"), {}, 256),
-        (template("<cls>", "<s>"), {}, 256),  # directly before the text
+        (template("<cls>", "<s>"), {}, 256),  # <s> is directly before the text
         (template("</s>"), {}, 257),
         ({"type": "Sequence", "processors": [BYTE_LEVEL, template("<s>")]}, {}, 256),
         (ROBERTA, {}, 258),
@@ -82,7 +82,7 @@ def test_an_imported_tokenizer_begins_documents_with_the_token_that_it_adds(
     assert encoding.eot_token == 257
     assert encoding.bos_token == expected
     assert beginning_token(encoding) == (257 if expected is None else expected)
-    # The token is not part of what a store's tokens depend on.
+    # The tokens of a store do not depend on this token.
     plain = load_tokenizer(write_folder(tmp_path / "plain", None))
     assert fingerprint(encoding) == fingerprint(plain)
     assert encode(encoding, b"abc").tolist() == [97, 98, 99]
@@ -102,17 +102,17 @@ def test_a_token_that_the_vocabulary_lacks_is_refused(tmp_path, token):
 
 def test_prompts_begin_as_documents_do_in_training(tmp_path):
     config = DataConfig()
-    unmasked = dataclasses.replace(config, document_mask=False)
-    without = dataclasses.replace(config, document_start=False)
-    own = load_tokenizer("bytes")
-    adds = load_tokenizer(write_folder(tmp_path / "adds", template("<s>")))
+    no_mask = dataclasses.replace(config, document_mask=False)
+    no_start = dataclasses.replace(config, document_start=False)
+    built_in = load_tokenizer("bytes")
+    with_bos = load_tokenizer(write_folder(tmp_path / "adds", template("<s>")))
     plain = load_tokenizer(write_folder(tmp_path / "plain", None))
-    assert beginning_of(config, own) == Beginning(256, in_prompts=False)
-    assert beginning_of(config, adds) == Beginning(256, in_prompts=True)
+    assert beginning_of(config, built_in) == Beginning(256, in_prompts=False)
+    assert beginning_of(config, with_bos) == Beginning(256, in_prompts=True)
     assert beginning_of(config, plain) == Beginning(257, in_prompts=False)
-    for encoding, end in ((own, 256), (adds, 257), (plain, 257)):
-        for other in (unmasked, without):
-            assert beginning_of(other, encoding) == Beginning(end, in_prompts=False)
+    for encoding, end in ((built_in, 256), (with_bos, 257), (plain, 257)):
+        for variant in (no_mask, no_start):
+            assert beginning_of(variant, encoding) == Beginning(end, in_prompts=False)
     assert Beginning(5, True).before([1, 2]) == [5, 1, 2]
     assert Beginning(5, False).before([1, 2]) == [1, 2]
     assert Beginning(5, True).before([]) == Beginning(5, False).before([]) == [5]
@@ -121,14 +121,14 @@ def test_prompts_begin_as_documents_do_in_training(tmp_path):
 TEXTS = ["Zebra eats.", "Zebra sleeps in the shade of a tree.", "Z", "Zebra " * 9]
 
 
-def prepared(folder: Path, tokenizer: str, texts=TEXTS) -> DataConfig:
+def prepare(folder: Path, tokenizer: str, texts=TEXTS) -> DataConfig:
     """Prepare a store, and return a config that reads it."""
     folder.mkdir()
     lines = [json.dumps({"text": text, "id": str(i)}) for i, text in enumerate(texts)]
     (folder / "in.jsonl").write_text("\n".join(lines))
-    given = str(folder / "in.jsonl")
+    input_path = str(folder / "in.jsonl")
     output = str(folder / "store")
-    prepare_store(PrepareConfig(given, output, validation=0, tokenizer=tokenizer))
+    prepare_store(PrepareConfig(input_path, output, validation=0, tokenizer=tokenizer))
     return DataConfig(
         source=Source.tokens,
         path=output,
@@ -149,11 +149,11 @@ def test_each_document_of_a_store_begins_with_the_token(
         "adds": (256, 257, write_folder(tmp_path / "adds", template("<s>"))),
         "plain": (257, 257, write_folder(tmp_path / "plain", None)),
     }[tokenizer]
-    config = prepared(tmp_path / "data", name)
+    config = prepare(tmp_path / "data", name)
     config = dataclasses.replace(config, packing=packing)
     sources = open_sources(config, to_evaluate=False)
-    found = sorted(documents_of([*validation_batches(sources, config)], begin))
-    assert found == sorted([*text.encode(), end] for text in TEXTS)
+    documents = sorted(documents_of([*validation_batches(sources, config)], begin))
+    assert documents == sorted([*text.encode(), end] for text in TEXTS)
 
 
 def documents_of(batches: list[Batch], begin: int) -> list[list[int]]:
@@ -175,7 +175,7 @@ def documents_of(batches: list[Batch], begin: int) -> list[list[int]]:
 
 
 def test_documents_without_end_of_text_follow_the_same_rule(tmp_path):
-    """A single text has none, and continues from row to row."""
+    """A single text has no end-of-text token, and continues from row to row."""
     (tmp_path / "one.txt").write_text("abcdefghij" * 20)
     config = DataConfig(
         source=Source.text,
@@ -199,17 +199,17 @@ def test_documents_without_end_of_text_follow_the_same_rule(tmp_path):
         assert inputs.tolist() == [256, *text[:-1]]
 
 
-def test_all_stores_of_a_mixture_begin_documents_alike(tmp_path):
-    """Also one whose folder does not say that the token is added."""
-    adds = write_folder(tmp_path / "adds", template("<s>"))
-    plain = write_folder(tmp_path / "plain", None)
-    without = prepared(tmp_path / "without", plain)
-    added = prepared(tmp_path / "added", adds)
+def test_all_stores_of_a_mixture_use_one_beginning_token(tmp_path):
+    """One tokenizer of the two does not say that the token is added."""
+    bos_folder = write_folder(tmp_path / "adds", template("<s>"))
+    plain_folder = write_folder(tmp_path / "plain", None)
+    plain_config = prepare(tmp_path / "without", plain_folder)
+    bos_config = prepare(tmp_path / "added", bos_folder)
     for names in (("without", "added"), ("added", "without")):
-        paths = {"without": without.path or "", "added": added.path or ""}
+        paths = {"without": plain_config.path or "", "added": bos_config.path or ""}
         sources = {name: MixtureSource(paths[name], 1.0) for name in names}
         changes = {"source": Source.mixture, "path": None, "sources": sources}
-        config = dataclasses.replace(added, **changes)
+        config = dataclasses.replace(bos_config, **changes)
         batch = Order(open_sources(config, to_evaluate=False), config, 0).read(0)
         assert batch.inputs[batch.positions == 0].tolist().count(256) > 1
         assert not (batch.inputs == 257).any()

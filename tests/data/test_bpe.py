@@ -26,7 +26,7 @@ VOCAB_SIZE = 1000
 
 
 def library(split: Literal["train", "validation"]) -> list[str]:
-    """Return modules of Python's standard library, every fifth as validation."""
+    """Return modules of Python's standard library; every fifth is validation."""
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     texts = [path.read_text("utf-8", "replace") for path in paths]
     held_out = texts[::5]
@@ -54,16 +54,19 @@ def test_the_rank_file_holds_the_bytes_then_the_merges(encoding):
     assert encoding.eot_token == encoding.n_vocab - 1 == VOCAB_SIZE
     tokens = [encoding.decode_single_token_bytes(rank) for rank in range(VOCAB_SIZE)]
     assert sorted(tokens[:256]) == [bytes([byte]) for byte in range(256)]
-    assert tokens[0] == b"!"  # as in GPT-2's file
+    assert tokens[0] == b"!"  # GPT-2's file begins with it too
     assert {b"(self", b":\n"} < set(tokens)  # GPT-2's pattern would divide these
-    known = set(tokens[:256])
-    for token in tokens[256:]:  # each is made of two that stand before it
+    earlier_tokens = set(tokens[:256])
+    for token in tokens[256:]:  # each merges two earlier tokens
         cuts = range(1, len(token))
-        assert any(token[:cut] in known and token[cut:] in known for cut in cuts)
-        known.add(token)
+        assert any(
+            token[:cut] in earlier_tokens and token[cut:] in earlier_tokens
+            for cut in cuts
+        )
+        earlier_tokens.add(token)
 
 
-def test_both_libraries_encode_real_text_alike_and_well(encoding):
+def test_both_libraries_encode_real_text_to_the_same_few_ids(encoding):
     texts = [*library("validation"), "x = 1234567890\n"]
     check_same_ids(encoding, json.dumps(tokenizer_json(encoding)), texts)
     text = "".join(texts).encode()
@@ -75,13 +78,13 @@ def test_the_file_depends_on_the_texts_not_on_their_order(content):
     assert bpe.train(library("train")[:50], VOCAB_SIZE) != content
 
 
-def test_too_little_text_says_what_it_is_enough_for(tmp_path):
+def test_too_little_text_names_the_largest_vocab_size(tmp_path):
     with pytest.raises(DataError, match=r"at most vocab_size=258$"):
         bpe.train(["abc abc"], 300)  # " abc" occurs once
     assert load(tmp_path / "few", bpe.train(["abc abc"], 258)).n_vocab == 259
 
 
-def test_long_texts_are_cut_after_lines_where_there_are_any():
+def test_long_texts_are_cut_after_lines_if_they_have_any():
     lines = "a naïve 猫\n" * 5000
     pieces = list(bpe.pieces_of([lines, "x" * 40000, "", "short"]))
     assert "".join(pieces) == lines + "x" * 40000 + "short"
@@ -91,11 +94,11 @@ def test_long_texts_are_cut_after_lines_where_there_are_any():
     assert list(bpe.pieces_of(["a\ud800b"])) == ["a?b"]
 
 
-def test_what_is_held_out_is_not_learned_from():
+def test_held_out_texts_are_not_trained_on():
     sample: list[str] = []
     texts = [f"text {index}" for index in range(60)]
-    learned_from = list(bpe.hold_out(texts, sample))
-    assert sorted(learned_from + sample) == sorted(texts)
+    training_texts = list(bpe.hold_out(texts, sample))
+    assert sorted(training_texts + sample) == sorted(texts)
     assert len(sample) == 3
     assert list(bpe.hold_out(["the only one"], sample)) == ["the only one"]
 
@@ -105,7 +108,7 @@ def texts_of(path: Path, max_bytes: int) -> list[str]:
     return list(bpe.texts_of([str(path)], max_bytes, settings))
 
 
-def test_what_is_read_lies_spread_over_the_whole_input(tmp_path, monkeypatch):
+def test_a_sample_is_spread_over_the_whole_input(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "UNIT_BYTES", 10)
     monkeypatch.setattr(streams, "CUT_WINDOW", 1)
     (tmp_path / "sub").mkdir()
@@ -127,11 +130,11 @@ def test_several_inputs_are_read(tmp_path):
     (tmp_path / "a.txt").write_text("a.txt")
     (tmp_path / "b.txt").write_text("b.txt")
     inputs = [f"{tmp_path}/a.txt", f"{tmp_path}/c", f"{tmp_path}/b*"]
-    found = bpe.texts_of(inputs, 1000, ReadSettings())
-    assert sorted(found) == ["a.txt", "b.txt", "c/d.jsonl"]
+    texts = bpe.texts_of(inputs, 1000, ReadSettings())
+    assert sorted(texts) == ["a.txt", "b.txt", "c/d.jsonl"]
 
 
-def test_what_is_no_text_is_refused(tmp_path):
+def test_a_file_without_text_is_refused(tmp_path):
     (tmp_path / "train.bin").write_bytes(bytes(range(100)))
     with pytest.raises(DataError, match="perhaps token ids"):
         list(bpe.texts_of([str(tmp_path)], 1000, ReadSettings()))
@@ -146,15 +149,23 @@ def test_records_are_texts_and_bad_ones_are_left_out(tmp_path):
 
 
 def test_the_output_is_not_part_of_the_input(tmp_path):
-    def wrong(input: str, output: str) -> list[str]:
+    def mistaken_keys(input: str, output: str) -> list[str]:
         config = TrainTokenizerConfig(str(tmp_path / input), str(tmp_path / output))
         return [mistake.key for mistake in train_tokenizer_mistakes(config)]
 
-    assert wrong("texts", "more/../texts/a") == wrong("texts", "texts") == ["output"]
-    assert wrong("texts", "texts.tiktoken") == wrong("texts/a", "texts/b") == []
+    assert (
+        mistaken_keys("texts", "more/../texts/a")
+        == mistaken_keys("texts", "texts")
+        == ["output"]
+    )
+    assert (
+        mistaken_keys("texts", "texts.tiktoken")
+        == mistaken_keys("texts/a", "texts/b")
+        == []
+    )
 
 
-def test_through_the_door(tmp_path):
+def test_the_command_trains_a_tokenizer(tmp_path):
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "data.train_tokenizer", *overrides]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -177,28 +188,28 @@ def test_through_the_door(tmp_path):
     assert run("vocab_size=256").returncode == 78
 
 
-def test_a_file_that_is_there_stays(tmp_path):
+def test_an_existing_file_is_not_overwritten(tmp_path):
     (tmp_path / "text").write_text("abc abc\n" * 99)
     ranks = tmp_path / "ranks"
     config = TrainTokenizerConfig(str(tmp_path / "text"), str(ranks), vocab_size=258)
     assert main(config) == 0
-    written = ranks.stat()
+    status = ranks.stat()
     with pytest.raises(DataError, match="ranks: is there already"):
         main(replace(config, vocab_size=257))
-    assert ranks.stat() == written
+    assert ranks.stat() == status
     with pytest.raises(DataError, match="no folder that can be written to"):
         main(replace(config, output=str(tmp_path / "no/folder")))
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
-    def full(descriptor: int) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_file(tmp_path, monkeypatch):
+    def raise_disk_full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     (tmp_path / "text").write_text("abc abc\n" * 99)
     config = TrainTokenizerConfig(
         f"{tmp_path}/text", f"{tmp_path}/ranks", vocab_size=258
     )
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raise_disk_full)
     with pytest.raises(DataError, match="No space left"):
         main(config)
     assert [path.name for path in tmp_path.iterdir()] == ["text"]

@@ -37,18 +37,18 @@ def test_each_way_to_read_a_file_names_the_package(
     path = str(tmp_path / name)
     prepare = PrepareConfig(path, f"{tmp_path}/store", workers=1)
     text = dataclasses.replace(config, source=Source.text, path=path)
-    doors = [
+    readers = [
         lambda: prepare_store(prepare),
         lambda: open_sources(text),
         lambda: open_sets(store, config, {"other": path}),
         lambda: list(bpe.texts_of([path], 1000, ReadSettings())),
     ]
-    for door in doors:
-        with pytest.raises(MissingPackageError) as raised:
-            door()
-        assert FILES[name] in str(raised.value)
-        assert 'pip install -e ".[data]"' in str(raised.value)
-        assert exit_code(raised.value) == WRONG_CONFIG
+    for read in readers:
+        with pytest.raises(MissingPackageError) as error:
+            read()
+        assert FILES[name] in str(error.value)
+        assert 'pip install -e ".[data]"' in str(error.value)
+        assert exit_code(error.value) == WRONG_CONFIG
 
 
 BLOCKED = """

@@ -1,4 +1,4 @@
-"""Looking at a run's batches."""
+"""data.inspect shows the batches of a run."""
 
 import dataclasses
 
@@ -15,27 +15,29 @@ from train.config import Config, RunConfig
 def test_the_batch_of_a_step_is_the_one_trained_on(
     config, tmp_path, capsys, monkeypatch
 ):
-    """Three are left out before it: its number is said, and its rows are shown."""
+    """Its number is shown with its rows if batches are skipped before it."""
     monkeypatch.chdir(tmp_path)
     order = Order(open_sources(config), config, 3)
-    for skipped, number in (([], 7), ([2, 3, 5, 5, 20, 30], 10)):
-        data = dataclasses.replace(config, skip_batches=skipped)
+    for skip_batches, number in (([], 7), ([2, 3, 5, 5, 20, 30], 10)):
+        data = dataclasses.replace(config, skip_batches=skip_batches)
         folder = tmp_path / "runs/base"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(config_yaml(Config(seed=3, data=data)))
-        run = RunConfig(name="base") if skipped else RunConfig(dir=str(folder))
+        run = RunConfig(name="base") if skip_batches else RunConfig(dir=str(folder))
         assert not inspect_mistakes(InspectConfig(run=run, step=7))
         assert main(InspectConfig(run=run, step=7, width=20)) == 0
-        shown = capsys.readouterr().out.splitlines()
-        if skipped:
-            assert shown.pop(0) == "batch 10, as data.skip_batches leaves out 3"
-        assert shown == list(describe_batch(order.excerpts(number), 20))
+        lines = capsys.readouterr().out.splitlines()
+        if skip_batches:
+            assert lines.pop(0) == "batch 10, as data.skip_batches leaves out 3"
+        assert lines == list(describe_batch(order.excerpts(number), 20))
 
 
-def test_a_store_that_holds_nothing_out_is_shown_too(folder, tmp_path, capsys):
-    given = str(folder)
+def test_a_store_without_validation_text_is_shown_too(folder, tmp_path, capsys):
+    input_path = str(folder)
     output = f"{tmp_path}/all"
-    whole = PrepareConfig(given, output, validation=0, keep_invalid_utf8=True)
-    prepare_store(whole)
+    prepare_config = PrepareConfig(
+        input_path, output, validation=0, keep_invalid_utf8=True
+    )
+    prepare_store(prepare_config)
     assert main(InspectConfig(output, step=0, sequence_length=16, batch_size=2)) == 0
     assert "document" in capsys.readouterr().out

@@ -15,11 +15,11 @@ from data.token_store.store import open_store
 
 @pytest.fixture(params=["local", "memory"])
 def storage(request, tmp_path) -> KeyValueStore:
-    where = {"local": str(tmp_path), "memory": "memory://folder"}[request.param]
-    return KeyValueStore(where, ts.Context())
+    location = {"local": str(tmp_path), "memory": "memory://folder"}[request.param]
+    return KeyValueStore(location, ts.Context())
 
 
-def test_a_key_is_replaced_only_while_it_is_what_was_read(storage):
+def test_a_key_is_replaced_only_if_it_has_not_changed_since_it_was_read(storage):
     value, version = storage.read_version("key", 9)
     assert value is None
     first = storage.replace("key", b"first", version, 9)
@@ -43,7 +43,7 @@ def test_a_store_that_does_not_answer_is_named(tmp_path):
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """A port that accepts connections and never answers."""
+    """Yield a port that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -75,7 +75,7 @@ def test_a_server_that_does_not_answer_is_named(door, url, silent_port, monkeypa
 
 
 @pytest.mark.parametrize("door", OPEN)
-def test_a_server_that_cannot_be_reached_is_no_missing_file(
+def test_an_unreachable_server_is_not_called_a_missing_file(
     door, closed_port, monkeypatch
 ):
     monkeypatch.setattr(data.key_value_store, "HTTP_RETRIES", 1)

@@ -15,41 +15,44 @@ NAMES = ["arts", "books", "code", "data", "essays", "forums"]
 
 @st.composite
 def mixtures(draw, max_first_row: int = 400):
-    """Up to 6 sources, some without weight, with up to 3 changes of weights."""
+    """Draw up to 6 sources, some without weight, and up to 3 changes of weights."""
     names = draw(st.permutations(NAMES))[: draw(st.integers(1, 6))]
     firsts = draw(st.sets(st.integers(1, max_first_row), max_size=3))
     scale = draw(st.sampled_from([1, 10, 100]))
     weight = st.one_of(st.integers(0, 6), st.integers(1, 100))
     weights = st.fixed_dictionaries({name: weight for name in names}).filter(
-        lambda chosen: any(chosen.values())
+        lambda candidate: any(candidate.values())
     )
     rows = [0, *sorted(firsts)]
-    written = [
+    stretches = [
         (row, {name: w / scale for name, w in draw(weights).items()}) for row in rows
     ]
-    return names, written
+    return names, stretches
 
 
 @settings(max_examples=400, deadline=None)
 @given(mixtures())
 def test_each_stretch_keeps_its_shares_within_tijdemans_bound(mixture):
-    """Counted from the stretch's own first row, at each of its rows; and all ranks."""
+    """The bound holds at each row, counted from the first row of the stretch.
+
+    A rank is the number of earlier rows of the same source.
+    """
     names, stretches = mixture
     num_rows = 2000
     sources, ranks = Mixture(names, stretches).rows(np.arange(num_rows))
-    given_ = np.eye(len(names), dtype=np.int64)[sources]
-    before = np.cumsum(given_, axis=0) - given_
-    np.testing.assert_array_equal(ranks, before[np.arange(num_rows), sources])
+    one_hot = np.eye(len(names), dtype=np.int64)[sources]
+    earlier_rows = np.cumsum(one_hot, axis=0) - one_hot
+    np.testing.assert_array_equal(ranks, earlier_rows[np.arange(num_rows), sources])
     ends = [*(first for first, _ in stretches[1:]), num_rows]
     for (first, weights), end in zip(stretches, ends, strict=True):
         exact = [Fraction(str(weights[name])) for name in names]
         shares = [weight / sum(exact) for weight in exact]
-        one = math.lcm(*(share.denominator for share in shares))
-        units = np.array([int(share * one) for share in shares])
+        denominator = math.lcm(*(share.denominator for share in shares))
+        units = np.array([int(share * denominator) for share in shares])
         due = units * np.arange(1, end - first + 1)[:, None]
-        counts = np.cumsum(given_[first:end], axis=0)
-        bound = one - one / max(1, 2 * len(names) - 2)
-        assert np.abs(due - counts * one).max() <= bound < one
+        counts = np.cumsum(one_hot[first:end], axis=0)
+        bound = denominator - denominator / max(1, 2 * len(names) - 2)
+        assert np.abs(due - counts * denominator).max() <= bound < denominator
         assert not counts[:, units == 0].any(), "a source without weight gave a row"
 
 
@@ -58,13 +61,13 @@ def test_each_stretch_keeps_its_shares_within_tijdemans_bound(mixture):
 def test_any_rows_in_any_order_are_those_of_the_sequence(mixture, numbers):
     order = Mixture(*mixture)
     sources, ranks = order.rows(np.arange(2000))
-    some = order.rows(np.array(numbers, np.int64))
-    np.testing.assert_array_equal(some[0], sources[numbers])
-    np.testing.assert_array_equal(some[1], ranks[numbers])
+    subset = order.rows(np.array(numbers, np.int64))
+    np.testing.assert_array_equal(subset[0], sources[numbers])
+    np.testing.assert_array_equal(subset[1], ranks[numbers])
     for number in numbers:
         expected = np.bincount(sources[:number], minlength=len(mixture[0]))
         np.testing.assert_array_equal(order.counts(number), expected)
-    assert {array.dtype for array in (*some, order.counts(5))} == {np.dtype(np.int64)}
+    assert {array.dtype for array in (*subset, order.counts(5))} == {np.dtype(np.int64)}
 
 
 @settings(max_examples=50, deadline=None)
@@ -72,12 +75,12 @@ def test_any_rows_in_any_order_are_those_of_the_sequence(mixture, numbers):
 def test_a_change_of_weights_moves_no_row_before_it(mixture):
     names, stretches = mixture
     numbers = np.arange(stretches[-1][0])
-    for left, right in zip(
+    for actual, expected in zip(
         Mixture(names, stretches).rows(numbers),
         Mixture(names, stretches[:-1] or stretches).rows(numbers),
         strict=True,
     ):
-        np.testing.assert_array_equal(left, right)
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_the_order_is_the_one_that_existing_runs_trained_on():
@@ -94,10 +97,10 @@ def test_weights_are_the_decimals_that_were_written():
     assert order.counts(100).tolist() == [61, 23, 16]
     assert order.counts(10**11).tolist() == [61 * 10**9, 23 * 10**9, 16 * 10**9]
     in_percent = Mixture(names, [(0, {"a": 61, "b": 23, "c": 16})])
-    for left, right in zip(
+    for actual, expected in zip(
         order.rows(np.arange(300)), in_percent.rows(np.arange(300)), strict=True
     ):
-        np.testing.assert_array_equal(left, right)
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +113,15 @@ def test_weights_are_the_decimals_that_were_written():
         ([(0.33, 0.33, 0.34), (1048575, 1, 0)], None),
     ],
 )
-def test_a_config_lists_the_weights_that_cannot_be_tabled(weights, key):
+def test_weights_with_too_long_a_period_are_mistakes_of_the_config(weights, key):
     first, *later = (dict(zip("abc", map(float, w), strict=True)) for w in weights)
     sources = {name: MixtureSource("x", weight) for name, weight in first.items()}
-    changes = [WeightChange(9 * n, given) for n, given in enumerate(later, 1)]
+    changes = [WeightChange(9 * n, shares) for n, shares in enumerate(later, 1)]
     config = DataConfig(source=Source.mixture, sources=sources, weight_changes=changes)
     if key is None:
         assert config.mistakes() == []
         return
-    ((found, value, rule),) = config.mistakes()
-    assert (found, value) == (key, [first, *later][-1])
+    ((listed_key, value, rule),) = config.mistakes()
+    assert (listed_key, value) == (key, [first, *later][-1])
     assert rule.startswith(f"at step {9 * len(later)} repeat only after ")
     assert rule.endswith("round them to fewer digits")

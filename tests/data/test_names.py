@@ -1,4 +1,4 @@
-"""Names that come from files, and what lies at paths."""
+"""Names from files must stay below their folder, and only files are opened."""
 
 import os
 import socket
@@ -31,7 +31,7 @@ def test_a_name_that_leads_elsewhere_is_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_plain_name_is_taken(name, tmp_path):
+def test_a_plain_name_is_accepted(name, tmp_path):
     assert checked_name(name) == name
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("")
@@ -48,8 +48,8 @@ def make_device(path: Path) -> None:
 
 
 def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(os.path.relpath(path))  # a socket's path may have 108 characters
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(path))  # a socket's path has at most 108 characters
 
 
 STRANGE = {
@@ -66,7 +66,7 @@ STRANGE = {
 
 @pytest.mark.parametrize("make", STRANGE.values(), ids=[*STRANGE])
 def test_nothing_but_a_file_is_opened(tmp_path, make, monkeypatch):
-    """None of these doors hangs."""
+    """None of these functions hangs."""
     monkeypatch.chdir(tmp_path)
     folder = epath.Path(tmp_path)
     make(tmp_path / "tokenizer.json")
@@ -92,15 +92,15 @@ def test_writing_follows_no_link_and_waits_for_no_pipe(tmp_path, name, write):
         else:
             copy_file(epath.Path(tmp_path / "new"), path)
 
-    other = tmp_path / "other"
+    target = tmp_path / "other"
     path = tmp_path / "folder" / name
     path.parent.mkdir()
-    other.write_text("precious")
-    for make in (lambda: path.symlink_to(other), lambda: os.mkfifo(path), path.mkdir):
+    target.write_text("precious")
+    for make in (lambda: path.symlink_to(target), lambda: os.mkfifo(path), path.mkdir):
         make()
         if name == ".file.tmp" or write == "copy" or not path.is_dir():
             put(epath.Path(path.parent / "file"))
             assert (path.parent / "file").read_text() == "new"
-        assert other.read_text() == "precious"
-        for left in path.parent.iterdir():
-            left.rmdir() if left.is_dir() and not left.is_symlink() else left.unlink()
+        assert target.read_text() == "precious"
+        for item in path.parent.iterdir():
+            item.rmdir() if item.is_dir() and not item.is_symlink() else item.unlink()

@@ -18,7 +18,7 @@ def offsets_of(documents) -> np.ndarray:
 
 
 def assert_packed(lengths, order, row_offsets, T: int) -> None:
-    """Each piece is in exactly one row, and no row holds more than T, or nothing."""
+    """Check that each piece is in exactly one row, and each row holds 1 to T tokens."""
     assert (order.dtype, row_offsets.dtype) == (np.int64, np.int64)
     np.testing.assert_array_equal(np.sort(order), np.arange(len(lengths)))
     assert (row_offsets[0], row_offsets[-1]) == (0, len(lengths))
@@ -28,7 +28,10 @@ def assert_packed(lengths, order, row_offsets, T: int) -> None:
 
 
 def totals_of_best_fit(lengths, T: int) -> list[int]:
-    """Put piece after piece, the longest first, into the fullest row that has room."""
+    """Put each piece, the longest first, into the fullest row that has room for it.
+
+    Return the sorted totals of the rows.
+    """
     totals: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [total for total in totals if total + length <= T]
@@ -53,9 +56,11 @@ def test_every_target_of_every_document_is_in_one_row_once(first_target, documen
         for position in range(length)
     ]
     first_tokens = set(offsets[:-1][np.diff(offsets) > 0].tolist())
-    left_out = first_tokens if first_target else set()
-    assert sorted(targets) == [t for t in range(offsets[-1]) if t not in left_out]
-    assert {*starts[is_start].tolist()} == first_tokens - left_out
+    excluded_tokens = first_tokens if first_target else set()
+    assert sorted(targets) == [
+        t for t in range(offsets[-1]) if t not in excluded_tokens
+    ]
+    assert {*starts[is_start].tolist()} == first_tokens - excluded_tokens
 
 
 def test_a_document_is_cut_only_where_it_must_be():
@@ -95,7 +100,7 @@ def test_windows_are_packed_one_by_one(monkeypatch):
 
 
 @pytest.mark.parametrize("documents", [[], [0], [1, 0, 1]])
-def test_without_a_pair_there_is_no_row(documents):
+def test_documents_without_a_token_pair_give_no_row(documents):
     starts, lengths, _ = cut_documents(offsets_of(documents), 8, 1)
     assert len(starts) == len(lengths) == 0
     order, row_offsets = pack(lengths, 8)
@@ -103,8 +108,8 @@ def test_without_a_pair_there_is_no_row(documents):
     assert row_offsets.tolist() == [0]
 
 
-def test_a_million_pieces_are_packed_as_the_groups_they_are():
-    """Far more rows than groups: that one is handed out wrongly would show here."""
+def test_a_million_pieces_are_packed_in_groups_with_little_padding():
+    """There are far more rows than groups, so a piece in a wrong row would show."""
     random = np.random.default_rng(1)
     lengths = np.minimum(random.lognormal(4, 1, 10**6).astype(np.int32) + 1, 512)
     order, row_offsets = pack(lengths, 512)
@@ -112,7 +117,7 @@ def test_a_million_pieces_are_packed_as_the_groups_they_are():
     assert lengths.sum() > 0.999 * 512 * (len(row_offsets) - 1)
 
 
-def test_a_plan_made_anew_is_the_one_that_runs_trained_on():
+def test_a_new_plan_is_the_one_that_existing_runs_trained_on():
     lengths = (np.arange(10_000) * 7919 % 97 + 1).astype(np.int32)
     plan = b"".join(array.tobytes() for array in pack(lengths, 128))
     assert hashlib.sha256(plan).hexdigest()[:16] == "149526f12238f1c1"

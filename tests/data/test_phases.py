@@ -27,7 +27,7 @@ def length_from(step: int, length: int) -> LengthChange:
 def test_phases_begin_where_their_changes_say():
     config = replace(
         CONFIG,
-        # 4 rows are 64 tokens: 640 tokens are there before batch 10, and 700 before 11.
+        # 3 batches of 4 rows of 4 tokens are 48 tokens.
         batch_schedule=[rows_from(3, 8), BatchChange(from_tokens=1300, rows=6)],
         sequence_schedule=[length_from(0, 4), length_from(5, 16)],
     )
@@ -65,10 +65,10 @@ def read(config: DataConfig, steps: range) -> Batch:
 
 
 def test_a_schedule_of_rows_reads_the_same_rows_in_the_same_order(config):
-    grows = replace(config, batch_schedule=[rows_from(2, 12), rows_from(5, 20)])
+    schedule = replace(config, batch_schedule=[rows_from(2, 12), rows_from(5, 20)])
     plain = read(config, range(20))
-    grown = read(grows, range(9))  # 2 x 8 + 3 x 12 + 4 x 20 = 132 rows
-    for name, a, b in zip(Batch._fields, grown, plain, strict=True):
+    scheduled = read(schedule, range(9))  # 2 x 8 + 3 x 12 + 4 x 20 = 132 rows
+    for name, a, b in zip(Batch._fields, scheduled, plain, strict=True):
         np.testing.assert_array_equal(a, b[:132], err_msg=name)
 
 
@@ -79,17 +79,17 @@ def test_short_rows_are_parts_of_rows_whose_documents_begin_again(config):
     later = read(short, range(3, 5))
     plain = read(config, range(3))
     for name in ("inputs", "targets"):
-        whole = getattr(plain, name)
-        np.testing.assert_array_equal(getattr(parts, name).reshape(6, 16), whole[:6])
-        np.testing.assert_array_equal(getattr(later, name), whole[6:22])
+        expected = getattr(plain, name)
+        np.testing.assert_array_equal(getattr(parts, name).reshape(6, 16), expected[:6])
+        np.testing.assert_array_equal(getattr(later, name), expected[6:22])
     ids = parts.segment_ids
     positions = parts.positions
     assert (ids[:, 0] == 1).all()
     assert (positions[:, 0] == 0).all()
-    same = ids[:, 1:] == ids[:, :-1]
-    assert not same.all(), "the text has no short document"
+    same_document = ids[:, 1:] == ids[:, :-1]
+    assert not same_document.all(), "the text has no short document"
     np.testing.assert_array_equal(
-        positions[:, 1:], np.where(same, positions[:, :-1] + 1, 0)
+        positions[:, 1:], np.where(same_document, positions[:, :-1] + 1, 0)
     )
 
 

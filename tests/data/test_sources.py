@@ -1,4 +1,4 @@
-"""Mixtures of stores: the same batches for any number of processes."""
+"""A mixture of stores gives the same batches to any number of processes."""
 
 import dataclasses
 import hashlib
@@ -36,7 +36,7 @@ B = 8
 
 
 def mixture(folder: str | Path, **changes) -> DataConfig:
-    """Three stores in a folder, with weights that change at step 60."""
+    """Return a config of three stores in a folder, whose weights change at step 60."""
     sources = {
         name: MixtureSource(f"{folder}/{name}", weight)
         for name, weight in WEIGHTS.items()
@@ -65,9 +65,9 @@ def stores(tmp_path_factory) -> Path:
         ]
         lines = [json.dumps({"text": text, "id": text[:9]}) for text in texts]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-        given = f"{folder}/{name}.jsonl"
+        input_path = f"{folder}/{name}.jsonl"
         output = f"{folder}/{name}"
-        prepare_store(PrepareConfig(given, output, id_field="id", validation=0.2))
+        prepare_store(PrepareConfig(input_path, output, id_field="id", validation=0.2))
     return folder
 
 
@@ -82,7 +82,7 @@ def digest(batch: Batch) -> str:
 
 @pytest.fixture(scope="module")
 def expected(stores, sources) -> list[str]:
-    """The hash of each global batch."""
+    """Return the hash of each global batch."""
     order = Order(sources, mixture(stores), 7)
     hashes = [digest(order.read(step)) for step in range(STEPS)]
     assert len(set(hashes)) == STEPS
@@ -98,31 +98,36 @@ def test_any_number_of_processes_sees_the_same_batches(
     shares = [
         slice(i * B // processes, (i + 1) * B // processes) for i in range(processes)
     ]
-    each = [
+    readers = [
         Order(sources, config, 7).batches(first, lambda phase, rows=rows: rows)
         for rows in shares
     ]
     for step in range(first, STEPS):
-        parts = [next(batches) for batches in each]
-        whole = Batch(*map(np.concatenate, zip(*parts, strict=True)))
-        assert digest(whole) == expected[step]
+        parts = [next(batches) for batches in readers]
+        batch = Batch(*map(np.concatenate, zip(*parts, strict=True)))
+        assert digest(batch) == expected[step]
 
 
 def test_each_source_gives_its_share_before_and_after_a_change(stores, sources):
     order = Order(sources, mixture(stores), 7)
-    each = [order.find(step, np.arange(B))[0] for step in range(STEPS)]
-    halves = (each[:60], [0.61, 0.23, 0.16]), (each[60:], [0, 0.5, 0.5])
+    source_numbers = [order.find(step, np.arange(B))[0] for step in range(STEPS)]
+    halves = (
+        (source_numbers[:60], [0.61, 0.23, 0.16]),
+        (source_numbers[60:], [0, 0.5, 0.5]),
+    )
     for batches, weights in halves:
         counts = np.bincount(np.concatenate(batches), minlength=3)
         assert np.abs(counts - np.array(weights) * len(batches) * B).max() < 1
-    counts = np.bincount(np.concatenate(each), minlength=3)
-    used = zip(order.rows.items(), counts, strict=True)
-    assert order.epochs(STEPS) == {n: count / len(rows) for (n, rows), count in used}
+    counts = np.bincount(np.concatenate(source_numbers), minlength=3)
+    rows_and_counts = zip(order.rows.items(), counts, strict=True)
+    assert order.epochs(STEPS) == {
+        n: count / len(rows) for (n, rows), count in rows_and_counts
+    }
 
 
 @pytest.mark.parametrize("skip", [[], [2, 4], [2, 4, 6, 6]])
-def test_a_limit_is_refused_just_where_reading_would_end(stores, sources, skip):
-    """Batches that are left out use up a source too."""
+def test_a_limit_is_refused_at_the_step_that_would_exceed_it(stores, sources, skip):
+    """Skipped batches use up a source too."""
     config = mixture(stores, skip_batches=skip, weight_changes=[])
     config.sources["prose"] = MixtureSource(f"{stores}/prose", 0.61, 1)
     order = Order(sources, config, 7)
@@ -140,18 +145,18 @@ def test_a_limit_is_refused_just_where_reading_would_end(stores, sources, skip):
 
 
 def test_weights_change_at_a_batchs_number(stores, sources, expected):
-    """So that leaving batches out moves no row of the others."""
+    """Skipping batches therefore moves no row of the other batches."""
     order = Order(sources, mixture(stores, skip_batches=[10, 29, 61, 61]), 7)
     assert digest(order.read(35)) == expected[55]
     assert digest(order.read(40)) == expected[60]
     assert digest(order.read(41)) == expected[62]
 
 
-def test_all_of_validation_is_seen_and_its_beginning_is_of_all(stores, sources):
+def test_validation_reads_every_token_and_one_batch_has_all_sources(stores, sources):
     config = mixture(stores, packing=Packing.none)
     batches = list(validation_batches(sources, config))
-    seen = sum(int((batch.targets >= 0).sum()) for batch in batches)
-    assert seen == sources.num_tokens("validation")
+    num_targets = sum(int((batch.targets >= 0).sum()) for batch in batches)
+    assert num_targets == sources.num_tokens("validation")
     encoding = sources.encoding
     (first,) = validation_batches(sources, config, 1)
     texts = [encoding.decode([i for i in row if i < 256]) for row in first.inputs]
@@ -164,16 +169,16 @@ def test_excerpts_say_what_a_batch_holds(stores, sources):
     batch = Order(sources, config, 7).read(3)
     end_id = sources.encoding.eot_token
     end = sources.encoding.decode([end_id])
-    shown = np.full_like(batch.targets, -1)
+    excerpt_ids = np.full_like(batch.targets, -1)
     for excerpt in order.excerpts(3):
         text = excerpt.text.removesuffix(end)
         ids = [*text.encode(), *[end_id] * (text != excerpt.text)]
-        shown[excerpt.row, excerpt.column :][: len(ids)] = ids
+        excerpt_ids[excerpt.row, excerpt.column :][: len(ids)] = ids
         assert text.strip() in (stores / f"{excerpt.source}.jsonl").read_text()
         assert excerpt.document.startswith(excerpt.source)
         if excerpt.first_token == 0:
             assert excerpt.text.startswith(excerpt.document[:6])
-    np.testing.assert_array_equal(shown, batch.targets)
+    np.testing.assert_array_equal(excerpt_ids, batch.targets)
 
 
 def test_damage_stops_the_reading_and_is_named(stores, tmp_path, monkeypatch):
@@ -184,8 +189,8 @@ def test_damage_stops_the_reading_and_is_named(stores, tmp_path, monkeypatch):
     content = bytearray(file.read_bytes())
     content[100] ^= 1
     file.write_bytes(content)
-    places = r"step 5, source code, reading rows \d+, .*store/train/tokens/c/0: values"
-    with pytest.raises(DataError, match=rf"{places} \d+ to \d+ are missing"):
+    message = r"step 5, source code, reading rows \d+, .*store/train/tokens/c/0: values"
+    with pytest.raises(DataError, match=rf"{message} \d+ to \d+ are missing"):
         order.read(5)
 
 
@@ -197,8 +202,8 @@ def test_tokenizers_must_agree(stores, tmp_path, write_ranks):
     config.sources["other"] = MixtureSource(f"{tmp_path}/other")
     with pytest.raises(DataError, match="their tokenizers differ"):
         open_sources(config)
-    alone = DataConfig(source=Source.tokens, path=f"{tmp_path}/other")
-    assert encoding_of(alone).n_vocab == 260
+    other_config = DataConfig(source=Source.tokens, path=f"{tmp_path}/other")
+    assert encoding_of(other_config).n_vocab == 260
 
 
 def test_a_store_without_validation_text_is_refused(stores, tmp_path):
@@ -216,23 +221,23 @@ def test_a_store_without_validation_text_is_refused(stores, tmp_path):
 def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path):
     config = mixture(stores)
     sources = open_sources(config)
-    added = open_sets(sources, config, {"named": f"{stores}/code"})
-    assert {*added.validation_sets(by_source=False)} == {"named"}
-    each = added.validation_sets(by_source=True)
-    assert {*each} == {*WEIGHTS, "named"}
-    assert each["named"].held_out == "validation"
-    assert added.fingerprint == sources.fingerprint
+    all_sources = open_sets(sources, config, {"named": f"{stores}/code"})
+    assert {*all_sources.validation_sets(by_source=False)} == {"named"}
+    sets = all_sources.validation_sets(by_source=True)
+    assert {*sets} == {*WEIGHTS, "named"}
+    assert sets["named"].held_out == "validation"
+    assert all_sources.fingerprint == sources.fingerprint
     (tmp_path / "more.txt").write_text("a text of its own")
     more = {"more": f"{tmp_path}/more.txt"}
     with pytest.raises(DataError, match=r"more\.txt"):
         open_sets(sources, config, more)
     text = DataConfig(source=Source.text, path=f"{stores}/code.jsonl")
     text = dataclasses.replace(text, cache_dir=f"{tmp_path}/c", sequence_length=8)
-    alone = open_sets(open_sources(text), text, more | {"code": f"{stores}/code"})
-    whole = alone.validation_sets(by_source=True)["more"]
-    assert (whole.held_out, whole.num_bytes("train")) == ("train", 17)
-    (batch,) = validation_batches(whole, text)
-    assert (batch.targets >= 0).sum() == whole.num_tokens("train")
+    text_sets = open_sets(open_sources(text), text, more | {"code": f"{stores}/code"})
+    more_set = text_sets.validation_sets(by_source=True)["more"]
+    assert (more_set.held_out, more_set.num_bytes("train")) == ("train", 17)
+    (batch,) = validation_batches(more_set, text)
+    assert (batch.targets >= 0).sum() == more_set.num_tokens("train")
 
 
 @pytest.mark.parametrize(
@@ -251,21 +256,21 @@ def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path)
     ],
 )
 def test_mistakes_of_a_mixture_are_listed(changes, field):
-    right = mixture("stores")
-    assert right.mistakes() == []
+    valid_config = mixture("stores")
+    assert valid_config.mistakes() == []
     assert field in [key for key, _, _ in mixture("stores", **changes).mistakes()]
 
 
 def test_a_store_is_shown_and_verified(stores, tmp_path, capsys):
-    """data.inspect and data.verify."""
+    """data.inspect shows a store, and data.verify reports its damage."""
     store = f"{stores}/prose"
     assert data.inspect.main(InspectConfig(store, samples=2)) == 0
     assert "documents by length in tokens" in capsys.readouterr().out
     small = InspectConfig(store, step=2, sequence_length=16, batch_size=2)
     assert data.inspect.main(small) == 0
     assert "prose" in capsys.readouterr().out.splitlines()[1]
-    (neither,) = data.inspect.inspect_mistakes(InspectConfig())
-    assert neither.key == "store"
+    (mistake,) = data.inspect.inspect_mistakes(InspectConfig())
+    assert mistake.key == "store"
     assert data.verify.main(VerifyConfig(f"{stores}/code")) == 0
     assert "as they were written" in capsys.readouterr().out
     shutil.copytree(f"{stores}/code", tmp_path / "damaged")
@@ -277,18 +282,18 @@ def test_a_store_is_shown_and_verified(stores, tmp_path, capsys):
     assert "train/ids/c/0: values 0 to" in capsys.readouterr().out
 
 
-def test_a_path_that_is_not_there_is_said_with_its_key(stores, tmp_path):
-    gone = f"{tmp_path}/gone"
-    of_text = DataConfig(source=Source.text, path=gone, cache_dir=f"{tmp_path}/c")
-    with pytest.raises(DataError, match=rf"^data\.path = {gone}\n    there is no"):
-        open_sources(of_text)
-    with pytest.raises(DataError, match=rf"^data\.path = {gone}\n    .*data\.prepare"):
-        encoding_of(dataclasses.replace(of_text, source=Source.tokens))
+def test_a_missing_path_is_reported_with_its_key(stores, tmp_path):
+    path = f"{tmp_path}/gone"
+    text_config = DataConfig(source=Source.text, path=path, cache_dir=f"{tmp_path}/c")
+    with pytest.raises(DataError, match=rf"^data\.path = {path}\n    there is no"):
+        open_sources(text_config)
+    with pytest.raises(DataError, match=rf"^data\.path = {path}\n    .*data\.prepare"):
+        encoding_of(dataclasses.replace(text_config, source=Source.tokens))
     config = mixture(stores)
-    sets = {"own": gone}
+    sets = {"own": path}
     for table in ("eval.sets", "sets"):
-        with pytest.raises(DataError, match=rf"^{table}\.own\.path = {gone}\n"):
+        with pytest.raises(DataError, match=rf"^{table}\.own\.path = {path}\n"):
             open_sets(open_sources(config), config, sets, table=table)
-    config.sources["other"] = MixtureSource(gone)
-    with pytest.raises(DataError, match=rf"^data\.sources\.other\.path = {gone}\n"):
+    config.sources["other"] = MixtureSource(path)
+    with pytest.raises(DataError, match=rf"^data\.sources\.other\.path = {path}\n"):
         open_sources(config)

@@ -26,7 +26,7 @@ def test_any_bytes_round_trip(encoding):
 
 
 def test_a_rank_file_merges_around_bytes_that_are_not_utf8(tmp_path, write_ranks):
-    path = tmp_path / "bytes"  # its name must not make it the built-in one
+    path = tmp_path / "bytes"  # this name must not select the built-in one
     encoding = load_tokenizer(*write_ranks(path).values())
     assert encode(encoding, b"the\xff the").tolist() == [257, 0xFF, 258]
 
@@ -61,14 +61,14 @@ def test_bytes_needs_no_list_of_ids():
     assert encoding.encode_ordinary("aé") == encode(encoding, "aé".encode()).tolist()
 
 
-def test_the_fingerprint_is_of_the_ids_not_of_the_name(tmp_path, write_ranks):
+def test_the_fingerprint_depends_on_the_ids_not_on_the_name(tmp_path, write_ranks):
     files = [
         write_ranks(tmp_path / "a"),
         write_ranks(tmp_path / "b"),
         write_ranks(tmp_path / "c", (b"he", b"the")),
     ]
-    prints = [fingerprint(load_tokenizer(*file.values())) for file in files]
-    assert prints[0] == prints[1] != prints[2]
+    fingerprints = [fingerprint(load_tokenizer(*file.values())) for file in files]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     bytes_print = "427ac374a327c594eb2b324aaee4eeab922dda2d73e5d31c853f24460814ad1b"
     assert fingerprint(load_tokenizer("bytes")) == bytes_print, (
         "every existing store of bytes would be refused: raise the store's SCHEMA too"
@@ -77,9 +77,9 @@ def test_the_fingerprint_is_of_the_ids_not_of_the_name(tmp_path, write_ranks):
 
 def test_a_rank_file_needs_its_hash(tmp_path, write_ranks):
     path, sha256 = write_ranks(tmp_path / "r.tiktoken").values()
-    for other in (None, "0" * 64):
-        with pytest.raises(DataError, match=f"(?s){sha256}.*config gives {other}"):
-            load_tokenizer(path, other)
+    for digest in (None, "0" * 64):
+        with pytest.raises(DataError, match=f"(?s){sha256}.*config gives {digest}"):
+            load_tokenizer(path, digest)
 
 
 def test_a_missing_or_malformed_rank_file_is_named(tmp_path):

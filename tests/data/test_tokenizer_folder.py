@@ -1,4 +1,4 @@
-"""A folder's tokenizer.json gives the same ids here as with `tokenizers`, or none."""
+"""A folder's tokenizer.json gives the same ids as `tokenizers`, or is refused."""
 
 import gettext
 import importlib.util
@@ -28,14 +28,14 @@ LLAMA = (
 
 
 def messages() -> list[str]:
-    """Texts in a dozen scripts: a package's catalogues."""
+    """Return texts in a dozen scripts, from the message catalogues of a package."""
     spec = importlib.util.find_spec("humanize")
     if spec is None or spec.origin is None:
         return []
     texts = []
     for file in sorted(Path(spec.origin).parent.glob("locale/*/*/*.mo")):
-        with file.open("rb") as opened:
-            catalogue = gettext.GNUTranslations(opened)
+        with file.open("rb") as stream:
+            catalogue = gettext.GNUTranslations(stream)
         texts.append("\n".join(map(str, catalogue._catalog.values())))  # pyright: ignore
     return texts
 
@@ -43,8 +43,8 @@ def messages() -> list[str]:
 TEXTS = [SAMPLE, CODE, *messages()]
 
 
-def learned(pattern: str | None) -> dict:
-    """Return a tokenizer.json as transformers would have it, of 600 tokens."""
+def train(pattern: str | None) -> dict:
+    """Train 600 tokens; return a tokenizer.json as transformers would write it."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
     from tokenizers.trainers import BpeTrainer
 
@@ -74,8 +74,8 @@ def write(folder: Path, content: dict, end: object = "</s>") -> str:
 
 
 @pytest.mark.parametrize("pattern", [None, LLAMA], ids=["gpt2", "llama3"])
-def test_the_ids_are_the_same(tmp_path, pattern):
-    content = learned(pattern)
+def test_ids_are_the_same_as_those_of_tokenizers(tmp_path, pattern):
+    content = train(pattern)
     name = write(tmp_path, content, {"content": "</s>"})
     encoding = load_tokenizer(name)
     assert len(TEXTS) > 10, "catalogues of humanize, which Orbax needs"
@@ -89,7 +89,7 @@ def test_the_ids_are_the_same(tmp_path, pattern):
 
 @pytest.mark.parametrize("pattern", [r"\p{L}+|\p{N}+", r" ?\p{Lu}\p{Ll}+", "猫", "n't"])
 def test_text_between_two_matches_is_encoded_as_tokenizers_does(tmp_path, pattern):
-    content = learned(pattern)
+    content = train(pattern)
     encoding = load_tokenizer(name := write(tmp_path, content))
     texts = ["a1 b!?  Cat dog", "!" * 5000, *TEXTS]
     check_same_ids(encoding, json.dumps(content), texts)
@@ -99,32 +99,32 @@ def test_text_between_two_matches_is_encoded_as_tokenizers_does(tmp_path, patter
     check_same_ids(stored, json.dumps(content), texts)
 
 
-def test_long_text_is_cut_alike_on_both_sides(tmp_path, monkeypatch):
-    """Right ids are taken, and wrong ones found, wherever `encode` cuts."""
-    content = learned(LLAMA)
+def test_cuts_of_long_text_hide_no_wrong_ids(tmp_path, monkeypatch):
+    """Right ids are accepted, and wrong ids are found, wherever `encode` cuts."""
+    content = train(LLAMA)
     encoding = load_tokenizer(write(tmp_path, content))
     texts = ["return" * 500, "a \n\n  b" * 300, *TEXTS]
-    whole = [encode(encoding, text.encode()).tolist() for text in texts]
+    uncut_ids = [encode(encoding, text.encode()).tolist() for text in texts]
     monkeypatch.setattr(data.encoding, "_PIECE_CHARS", 1000)
-    assert [encode(encoding, text.encode()).tolist() for text in texts] != whole
+    assert [encode(encoding, text.encode()).tolist() for text in texts] != uncut_ids
     check_same_ids(encoding, json.dumps(content), texts)
     for cut in (1, 1000, 2500):
         text = "a" * cut + "1234567"
         with pytest.raises(DataError, match="other ids near"):
-            check_same_ids(encoding, json.dumps(learned(None)), [text])
+            check_same_ids(encoding, json.dumps(train(None)), [text])
 
 
-SHUT = {"lstrip": False, "rstrip": False, "single_word": False, "special": False}
+EXACT = {"lstrip": False, "rstrip": False, "single_word": False, "special": False}
 DECOMPOSED = "Cafe\u0301 <tool>\u0338 A\u030a \u1100\u1161\u11a8 \u212b ﬁ か\u3099"
 
 
 @pytest.mark.parametrize("form", [None, "NFC", "NFKD"])
-def test_text_is_normalized_and_its_words_are_tokens_first(tmp_path, form):
-    content = learned(LLAMA)
+def test_added_tokens_are_found_before_text_is_normalized(tmp_path, form):
+    content = train(LLAMA)
     content["normalizer"] = form and {"type": form}
     for token, word in enumerate(("<tool", "<tool>"), start=600):
-        added = SHUT | {"id": token, "content": word, "normalized": False}
-        content["added_tokens"].append(added)
+        entry = EXACT | {"id": token, "content": word, "normalized": False}
+        content["added_tokens"].append(entry)
     encoding = load_tokenizer(name := write(tmp_path, content))
     texts = [
         *TEXTS,
@@ -135,23 +135,23 @@ def test_text_is_normalized_and_its_words_are_tokens_first(tmp_path, form):
     check_same_ids(encoding, json.dumps(content), texts)
     assert {600, 601} < {*encode(encoding, b"<tool <tool>").tolist()}
     stored = parse_ranks("stored", dump_ranks(name) or b"")
-    for same in (stored, pickle.loads(pickle.dumps(encoding))):
-        assert fingerprint(same) == fingerprint(encoding)
-        check_same_ids(same, json.dumps(content), texts)
+    for copy in (stored, pickle.loads(pickle.dumps(encoding))):
+        assert fingerprint(copy) == fingerprint(encoding)
+        check_same_ids(copy, json.dumps(content), texts)
     plain = content | {"normalizer": None if form else {"type": "NFC"}}
-    other = load_tokenizer(write(tmp_path, plain))
-    assert fingerprint(other) != fingerprint(encoding)
-    said = encode(encoding, DECOMPOSED.encode())
+    other_encoding = load_tokenizer(write(tmp_path, plain))
+    assert fingerprint(other_encoding) != fingerprint(encoding)
+    ids = encode(encoding, DECOMPOSED.encode())
     expected = unicodedata.normalize(form, DECOMPOSED) if form else DECOMPOSED
-    if form != "NFC":  # of which the word's end would become a part
-        assert decode(encoding, said) == expected
+    if form != "NFC":  # NFC joins the end of <tool> to the next mark
+        assert decode(encoding, ids) == expected
 
 
 @pytest.mark.parametrize("ids", [(300, 301, 302), (256, 300, 258), (301, 300, 400)])
 def test_special_tokens_keep_their_ids(tmp_path, ids):
-    """Whether they follow the vocabulary, lie inside of it, or leave gaps."""
-    own = load_tokenizer("bytes")
-    ranks = own._mergeable_ranks | {b"a" * (2 + i): 256 + i for i in range(44)}
+    """The ids follow the vocabulary, lie inside it, or leave gaps."""
+    built_in = load_tokenizer("bytes")
+    ranks = built_in._mergeable_ranks | {b"a" * (2 + i): 256 + i for i in range(44)}
     ranks = {token: rank for token, rank in ranks.items() if rank not in ids}
     names = ("<|z|>", "<|endoftext|>", "<|a|>")
     special = dict(zip(names, ids, strict=True))
@@ -162,8 +162,8 @@ def test_special_tokens_keep_their_ids(tmp_path, ids):
         special_tokens=special,
     )
     content = tokenizer_json(encoding)
-    theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
-    assert [theirs.token_to_id(name) for name in names] == [*ids]
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    assert [tokenizer.token_to_id(name) for name in names] == [*ids]
     check_same_ids(encoding, json.dumps(content), ["aaaaa", *TEXTS[:2]])
     content["added_tokens"].reverse()
     content["model"]["vocab"] = {
@@ -187,19 +187,19 @@ PARTLY = {"content": "</s>", "id": 1, "lstrip": True}
         ({"added_tokens": []}, "no eos_token beside it"),
     ],
 )
-def test_any_other_is_refused_with_the_reason(tmp_path, change, reason):
-    name = write(tmp_path, learned(None) | change)
+def test_any_other_tokenizer_is_refused_with_the_reason(tmp_path, change, reason):
+    name = write(tmp_path, train(None) | change)
     with pytest.raises(DataError, match=reason):
         load_tokenizer(name)
 
 
 def test_merges_in_another_order_are_refused(tmp_path):
-    content = learned(None)
+    content = train(None)
     merges = content["model"]["merges"]
     merges[3], merges[50] = merges[50], merges[3]
     with pytest.raises(DataError, match="order of its ids"):
         load_tokenizer(write(tmp_path, content))
-    content = learned(RANK_FILE_PATTERN)  # whose counts are possessive
+    content = train(RANK_FILE_PATTERN)  # its counts are possessive
     with pytest.raises(DataError, match="repeats a count"):
         load_tokenizer(write(tmp_path, content))
 
@@ -207,13 +207,13 @@ def test_merges_in_another_order_are_refused(tmp_path):
 def test_a_folder_of_another_hash_or_without_the_file_is_refused(tmp_path):
     with pytest.raises(DataError, match="No such file"):
         load_tokenizer(str(tmp_path))
-    name = write(tmp_path, learned(None))
+    name = write(tmp_path, train(None))
     with pytest.raises(DataError, match="SHA-256"):
         load_tokenizer(name, "0" * 64)
 
 
 def test_text_that_the_pattern_loses_is_refused(tmp_path):
     """A pattern may match nothing in a place that no sample has."""
-    encoding = load_tokenizer(write(tmp_path, learned(r"(?=♞)|[\s\S]")))
+    encoding = load_tokenizer(write(tmp_path, train(r"(?=♞)|[\s\S]")))
     with pytest.raises(DataError, match=r"(loses a part|tiktoken fails).*Take another"):
         encode(encoding, "a knight: ♞".encode())

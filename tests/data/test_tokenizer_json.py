@@ -1,4 +1,4 @@
-"""A tokenizer that was imported is exported as it was."""
+"""A tokenizer that was imported is exported unchanged."""
 
 import json
 import pickle
@@ -17,19 +17,19 @@ tokenizers = pytest.importorskip("tokenizers")
 
 @pytest.fixture(params=SHAPES)
 def shape(request, tmp_path):
-    """The folder of a tokenizer, and the content of its files."""
+    """Return the folder of a tokenizer, and the content of its files."""
     return str(tmp_path), write_shape(tmp_path, request.param)
 
 
 def test_files_are_exported_as_they_were(shape):
-    """Also from a token store, and from another process."""
+    """A copy from a token store or from another process exports the same files."""
     folder, files = shape
     encoding = load_tokenizer(folder)
     stored = parse_ranks("stored", dump_ranks(folder) or b"")
     files = {name: text for name, text in files.items() if "generation" not in name}
-    for same in (encoding, stored, pickle.loads(pickle.dumps(encoding))):
-        assert fingerprint(same) == fingerprint(encoding)
-        assert tokenizer_files(same, 64) == files
+    for copy in (encoding, stored, pickle.loads(pickle.dumps(encoding))):
+        assert fingerprint(copy) == fingerprint(encoding)
+        assert tokenizer_files(copy, 64) == files
 
 
 def test_ids_are_those_of_tokenizers(shape):
@@ -37,15 +37,15 @@ def test_ids_are_those_of_tokenizers(shape):
     encoding = load_tokenizer(folder)
     texts = [TEXT, SAMPLE, *TEXT.split(), "a <|eot_id|> <|endoftext|> b", "\n" * 40]
     check_same_ids(encoding, files["tokenizer.json"], texts)
-    theirs = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
-    characters = random.Random(0)
-    drawn = (
-        "".join(characters.choices("a1 é日。!\n\tの'sX", k=12)) for _ in range(500)
+    tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+    source = random.Random(0)
+    random_texts = (
+        "".join(source.choices("a1 é日。!\n\tの'sX", k=12)) for _ in range(500)
     )
-    for text in (TEXT, "12345 67", "日本1234567語", "  9", "x   12", *drawn):
+    for text in (TEXT, "12345 67", "日本1234567語", "  9", "x   12", *random_texts):
         ids = encode(encoding, text.encode()).tolist()
-        assert ids == theirs.encode(text, add_special_tokens=False).ids
-        if "Qwen" not in files["tokenizer_config.json"]:  # which normalizes
+        assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+        if "Qwen" not in files["tokenizer_config.json"]:  # Qwen normalizes text
             assert decode(encoding, encode(encoding, text.encode())) == text
 
 

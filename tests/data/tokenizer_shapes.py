@@ -1,4 +1,4 @@
-"""Folders with small tokenizers that look like those of published models."""
+"""These functions write small tokenizers that look like those of published models."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ LLAMA3 = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-# The three steps of DeepSeek V3.
+# DeepSeek V3 splits text in these three steps.
 DEEPSEEK = (
     r"\p{N}{1,3}",
     r"[一-龥぀-ゟ゠-ヿ]+",
@@ -26,8 +26,8 @@ SHAPES = ("llama3", "gpt2", "qwen", "deepseek")
 _TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
-def learned(patterns: tuple[str, ...], special: tuple[str, ...] = ()) -> Any:
-    """Return a BPE of 400 tokens that splits text by patterns, or as GPT-2 does."""
+def train(patterns: tuple[str, ...], special: tuple[str, ...] = ()) -> Any:
+    """Train a BPE of 400 tokens that splits text by patterns, or as GPT-2 does."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from tokenizers.trainers import BpeTrainer
 
@@ -59,18 +59,18 @@ def write_shape(folder: Path, shape: str) -> dict[str, str]:
     return files
 
 
-def _files(tokenizer: Any, settings: dict, generation: dict, **more: str) -> dict:
+def _files(tokenizer: Any, settings: dict, generation: dict, **extra: str) -> dict:
     return {
         "tokenizer.json": tokenizer.to_str(pretty=True),
         "tokenizer_config.json": json.dumps(settings, indent=1),
         "generation_config.json": json.dumps(generation),
-    } | {name.replace("__", "."): text for name, text in more.items()}
+    } | {name.replace("__", "."): text for name, text in extra.items()}
 
 
 def _llama3() -> dict[str, str]:
     from tokenizers import processors
 
-    tokenizer = learned((LLAMA3,))
+    tokenizer = train((LLAMA3,))
     names = ("<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
     tokenizer.add_special_tokens([*names])
     bos, *ends = (tokenizer.token_to_id(name) for name in names)
@@ -97,7 +97,7 @@ def _llama3() -> dict[str, str]:
 
 
 def _gpt2() -> dict[str, str]:
-    tokenizer = learned(())
+    tokenizer = train(())
     tokenizer.add_special_tokens(["<|endoftext|>"])
     end = tokenizer.token_to_id("<|endoftext|>")
     content = json.loads(tokenizer.to_str())["model"]
@@ -115,7 +115,7 @@ def _gpt2() -> dict[str, str]:
 def _qwen() -> dict[str, str]:
     from tokenizers import AddedToken, normalizers
 
-    tokenizer = learned((QWEN,))
+    tokenizer = train((QWEN,))
     tokenizer.normalizer = normalizers.NFC()
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     tokenizer.add_special_tokens([*names])
@@ -138,7 +138,7 @@ def _deepseek() -> dict[str, str]:
     from tokenizers import AddedToken, normalizers, processors
 
     names = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>")
-    tokenizer = learned(DEEPSEEK, names)
+    tokenizer = train(DEEPSEEK, names)
     tokenizer.normalizer = normalizers.Sequence([])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.add_tokens([AddedToken("<｜User｜>", normalized=True)])

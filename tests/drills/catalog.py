@@ -1,4 +1,4 @@
-"""All drills, by number."""
+"""The catalog lists all drills by number."""
 
 from tests.drills import (
     changes,
@@ -19,10 +19,10 @@ _THEMES = (
 
 DRILLS = sorted(
     (
-        one
+        value
         for theme in _THEMES
-        for one in vars(theme).values()
-        if isinstance(one, Drill)
+        for value in vars(theme).values()
+        if isinstance(value, Drill)
     ),
     key=lambda drill: (isinstance(drill.number, str), drill.number),
 )

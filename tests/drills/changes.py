@@ -1,4 +1,4 @@
-"""Drills of starts that are not like the one before: other mesh, processes, config."""
+"""Drills of starts that differ from the last one in mesh, processes or config."""
 
 import hashlib
 import json
@@ -16,8 +16,8 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @drill(23, promise="other mesh")
 def mesh_changed(ground: Ground) -> str:
-    """From one device to fsdp=2 at step 20, to data=2 x tensor=2 at step 30 -> the
-    losses of one device, to 1e-5 in float32."""
+    """A run on one device continues on fsdp=2 from step 20, and on data=2 x tensor=2
+    from step 30 -> the losses equal those of one device to 1e-5 in float32."""
     run = ground.half()
     run.finish("mesh.fsdp=2", "runtime.cpu_devices=2", "train.num_steps=30")
     run.finish("mesh.data=2", "mesh.fsdp=1", "mesh.tensor=2", "runtime.cpu_devices=4")
@@ -27,8 +27,9 @@ def mesh_changed(ground: Ground) -> str:
 
 @drill(24)
 def processes_changed(ground: Ground) -> str:
-    """Two processes, one from step 20 on, four from step 30 on -> each example once, in
-    the batches of one process: losses equal to 1e-5 in float32."""
+    """A run of two processes continues with one from step 20, and with four from step
+    30 -> each example is read once, in the batches of one process: the losses are equal
+    to 1e-5 in float32."""
     run = ground.half(2)
     run.finish("train.num_steps=30")
     run.finish(count=4)
@@ -38,13 +39,14 @@ def processes_changed(ground: Ground) -> str:
 
 @drill(25)
 def another_model_batch_dtype_and_tokenizer(ground: Ground) -> str:
-    """Width, batch, dtype of parameters and tokenizer are changed at once -> 78, each
-    key with both values, no file of the run changed; as it was it goes on."""
+    """Width, batch, parameter dtype and tokenizer are changed at once -> the start
+    exits with 78, names each key with both values, and changes no file of the run; with
+    the old config the run continues."""
     run = ground.half()
     ranks = ground.place / "ranks.tiktoken"
     words = (f"input={ground.text}", f"output={ranks}", "vocab_size=300")
     expect("exit codes", run.other("data.train_tokenizer", *words).wait(), [0])
-    before = _content(run.path)
+    content = _content(run.path)
     digest = hashlib.sha256(ranks.read_bytes()).hexdigest()
     changes = {
         "model.embed_dim": ("64", "32"),
@@ -55,11 +57,11 @@ def another_model_batch_dtype_and_tokenizer(ground: Ground) -> str:
     }
     fleet = run.start(*(f"{key}={new}" for key, (new, _) in changes.items()))
     expect("exit codes", fleet.wait(), [78])
-    said = fleet.said()
+    output = fleet.said()
     for key, (new, old) in changes.items():
-        assert f"{key} = {new}" in said, said
-        assert f"which has {old}" in said.split(f"{key} = ")[1][:400], said
-    expect("files of the run", _content(run.path), before)
+        assert f"{key} = {new}" in output, output
+        assert f"which has {old}" in output.split(f"{key} = ")[1][:400], output
+    expect("files of the run", _content(run.path), content)
     run.finish()
     ground.check(run)
     return f"78, {len(changes)} keys with both values; then bits equal"
@@ -72,9 +74,9 @@ def _content(folder: Path) -> dict[str, str]:
 
 @drill(28)
 def checkpoint_of_an_older_version(ground: Ground) -> str:
-    """A run of 10 steps that an older version of this program made, kept in
-    tests/drills/golden, is continued -> the losses that that version had, to 1e-5 in
-    float32."""
+    """An older version of this program made the run of 10 steps in tests/drills/golden,
+    and this version continues it -> the losses equal those of the older version to 1e-5
+    in float32."""
     for name in ("run", "text.txt"):
         copy = shutil.copytree if name == "run" else shutil.copy
         copy(GOLDEN / name, ground.place / name)
@@ -84,17 +86,18 @@ def checkpoint_of_an_older_version(ground: Ground) -> str:
     expect("exit codes", fleet.wait(), [0])
     assert "from step 10\n" in fleet.said(), fleet.said()
     run = ground.run()
-    wanted = json.loads((GOLDEN / "losses.json").read_text())
-    for step, loss in enumerate(wanted, 1):
-        off = abs(run.losses()[step] / loss - 1)
-        assert off < 1e-5, f"loss of step {step}: off by {off:.1e}"
-    return f"from step 10, {len(wanted)} losses equal to 1e-5"
+    expected = json.loads((GOLDEN / "losses.json").read_text())
+    for step, loss in enumerate(expected, 1):
+        error = abs(run.losses()[step] / loss - 1)
+        assert error < 1e-5, f"loss of step {step}: off by {error:.1e}"
+    return f"from step 10, {len(expected)} losses equal to 1e-5"
 
 
 @drill(31)
 def ten_restarts(ground: Ground) -> str:
-    """Ten starts with a tracker, ended by SIGKILL and SIGTERM in turns -> one id for
-    the tracker, each step once in metrics.jsonl, the same bits."""
+    """A run with a tracker is started ten times, and ended by SIGKILL and SIGTERM in
+    turns -> the tracker has one id, metrics.jsonl has each step once, and the bits are
+    the same."""
     run = ground.run("tracker=wandb", "checkpoint.save_interval_steps=2")
     for number in range(10):
         fleet = run.start()

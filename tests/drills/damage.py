@@ -1,4 +1,4 @@
-"""Drills of checkpoints that are not what was written."""
+"""Drills of damaged checkpoints."""
 
 import os
 import random
@@ -22,32 +22,37 @@ def flip(file: Path, chance: random.Random | None = None) -> None:
 
 def files(folder: Path) -> list[Path]:
     """List the files of a checkpoint that are not empty."""
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return [path for path in found if path.stat().st_size]
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return [path for path in paths if path.stat().st_size]
 
 
 def falls_back(run: Run, damaged: list[int]) -> None:
-    """Check that a start sets damaged steps aside, loudly, and takes the next older."""
+    """Check that a start sets damaged steps aside, loudly, and takes the next older
+    one."""
     oldest = min(damaged)
     fleet = run.finish()
-    said = fleet.said()
-    assert f"from step {oldest - 1}\n" in said, said[-2000:]
+    output = fleet.said()
+    assert f"from step {oldest - 1}\n" in output, output[-2000:]
     for step in damaged:
-        assert f"checkpoint of step {step} is damaged" in said, f"step {step}: {said}"
+        assert f"checkpoint of step {step} is damaged" in output, (
+            f"step {step}: {output}"
+        )
     expect("set aside", run.aside(), sorted(damaged))
 
 
 @drill(9, promise="flipped bit")
 def one_bit_of_each_file_flipped(ground: Ground) -> str:
-    """One bit is flipped in another file of each of the newest steps, until each file
-    was one -> every step is set aside, loudly; the start takes the newest whole one,
-    and ends with the same bits."""
+    """Each of the newest steps has one bit flipped in a different file, so that every
+    file is flipped once -> each of these steps is set aside, loudly; the start restores
+    the newest intact step, and ends with the same bits."""
     run = ground.half()
     chance = random.Random(9)
     names = files(run.folder(HALF))
     steps = run.steps()[::-1][: len(names)]
-    flipped = [files(run.folder(step))[number] for number, step in enumerate(steps)]
-    for file in flipped:
+    damaged_files = [
+        files(run.folder(step))[number] for number, step in enumerate(steps)
+    ]
+    for file in damaged_files:
         flip(file, chance)
     falls_back(run, steps)
     ground.check(run)
@@ -56,9 +61,10 @@ def one_bit_of_each_file_flipped(ground: Ground) -> str:
 
 @drill(10)
 def files_cut_zeroed_and_deleted(ground: Ground) -> str:
-    """Each of the newest steps is damaged in another way: array data cut, zeroed,
-    deleted, lengthened; manifest cut; metadata deleted, emptied; digests cut, deleted
-    -> all set aside, none deleted, and the newest whole one is taken."""
+    """Each of the newest steps is damaged in a different way: array data is cut,
+    zeroed, deleted or lengthened; the manifest is cut; metadata is deleted or emptied;
+    digests are cut or deleted -> all these steps are set aside, none is deleted, and
+    the newest intact step is restored."""
     run = ground.half()
     data = "state/d/*"
     ways: list[tuple[str, Callable[[Path], None]]] = [
@@ -82,8 +88,9 @@ def files_cut_zeroed_and_deleted(ground: Ground) -> str:
 
 @drill(11)
 def every_step_damaged(ground: Ground) -> str:
-    """One bit is flipped in every step there is, and the run is started twice -> 65
-    both times, nothing trained; with a good copy put back, the run goes on from it."""
+    """One bit is flipped in every step, and the run is started twice -> both starts
+    exit with 65 and train nothing; once a good copy is put back, the run continues from
+    it."""
     run = ground.half()
     chance = random.Random(11)
     good = ground.place / "good"

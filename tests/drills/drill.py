@@ -1,4 +1,4 @@
-"""What a drill is: a function that does something to a run, and says what it saw."""
+"""A drill is a function that does something to a run and reports what happened."""
 
 import time
 import traceback
@@ -9,14 +9,14 @@ from tests.drills.ground import Ground
 
 
 class NotRun(Exception):
-    """Raised by a drill that needs what this machine does not permit."""
+    """Raised by a drill that needs something that this machine does not permit."""
 
 
 class Drill(NamedTuple):
     """A drill; its function raises an AssertionError if a promise does not hold.
 
-    number: in the list of faults, or a name.
-    promise: what it stands for among the drills that every change must pass.
+    number: The fault's number in the list of faults, or a name.
+    promise: The promise that the drill checks, if every change must pass the drill.
     """
 
     number: int | str
@@ -34,7 +34,7 @@ class Drill(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a drill. held: None if it could not be run."""
+    """The outcome of a drill; `held` is None if the drill could not run."""
 
     drill: Drill
     held: bool | None
@@ -47,30 +47,33 @@ class Outcome(NamedTuple):
 
 
 def drill(number: int | str, promise: str | None = None) -> Callable[..., Drill]:
-    """Make a drill of a function: its docstring says `what is done -> expected`."""
+    """Return a decorator that makes a drill of a function.
+
+    The docstring of the function reads `what is done -> what is expected`.
+    """
     return lambda act: Drill(number, act, promise)
 
 
 def carry_out(drill: Drill, ground: Ground) -> Outcome:
-    """Carry out a drill in a place of its own, which is kept if it failed."""
+    """Carry out a drill in a folder of its own, which is kept if the drill fails."""
     began = time.monotonic()
-    held = False
-    with ground.place_of(f"{drill.number}-{drill.act.__name__}") as its:
+    holds = False
+    with ground.place_of(f"{drill.number}-{drill.act.__name__}") as drill_ground:
         try:
-            seen = drill.act(its)
-            its.check_nothing_is_left()
-            held = True
-        except NotRun as why:
-            held = None
-            seen = str(why)
+            report = drill.act(drill_ground)
+            drill_ground.check_nothing_is_left()
+            holds = True
+        except NotRun as reason:
+            holds = None
+            report = str(reason)
         except AssertionError as failure:
-            seen = str(failure) or traceback.format_exc(limit=-2)
+            report = str(failure) or traceback.format_exc(limit=-2)
         except Exception:
-            seen = traceback.format_exc()
-        its.keep = held is False
-    return Outcome(drill, held, seen, time.monotonic() - began)
+            report = traceback.format_exc()
+        drill_ground.keep = holds is False
+    return Outcome(drill, holds, report, time.monotonic() - began)
 
 
-def expect(what: str, seen: Any, wanted: Any) -> None:
-    """Compare what was seen with what was promised."""
-    assert seen == wanted, f"{what}: {seen}, expected {wanted}"
+def expect(subject: str, actual: Any, expected: Any) -> None:
+    """Raise an AssertionError if a value differs from the promised one."""
+    assert actual == expected, f"{subject}: {actual}, expected {expected}"

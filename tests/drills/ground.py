@@ -1,4 +1,4 @@
-"""What drills stand on: a text, a tiny model, and runs of it that nothing disturbed."""
+"""The ground of all drills: a text, a tiny model, and its undisturbed runs."""
 
 import math
 import os
@@ -14,31 +14,31 @@ import yaml
 from tests.drills.run import Run
 from tests.fleet import TINY
 
-STEPS = 40  # of an undisturbed run
-HALF = 20  # of one to go on from
+STEPS = 40  # the last step of an undisturbed run
+HALF = 20  # the step from which a run of `half` continues
 OVERRIDES = (
     *TINY,
-    # At a constant rate a shorter run is the beginning of a longer one, and with
-    # larger batches a step is long enough for a signal to hit it.
+    # The rate is constant, so a shorter run is the beginning of a longer one. Large
+    # batches make a step long enough for a signal to hit it.
     *("schedule=constant", "data.sequence_length=64", "data.batch_size=64"),
     *(f"train.num_steps={STEPS}", "checkpoint.save_interval_steps=5"),
     *("eval.final_num_batches=1", "run.lease_interval_s=0.5", "run.lease_timeout_s=8"),
     "runtime.allow_fault_injection=true",
 )
-_MARK = "LONGHAUL_DRILL_PLACE"  # in the environment of all that a drill starts
+_MARK = "LONGHAUL_DRILL_PLACE"  # set for all processes of a drill
 
 
 class Ground:
-    """A place for one drill, and what all drills share."""
+    """A folder for one drill, with the text, cache and runs that all drills share."""
 
-    patience_s = 30.0  # with processes that outlive a drill
+    patience_s = 30.0  # how long processes may outlive a drill
 
-    def __init__(self, root: Path, place: str = "shared"):
-        """Take a folder, empty at first."""
+    def __init__(self, root: Path, folder: str = "shared"):
+        """Use a folder under `root`; write the shared text if it does not exist yet."""
         self.root = root
-        self.place = root / place
-        self.keep = False  # what lies in it
-        self.traceback = False  # whether one may be there
+        self.place = root / folder
+        self.keep = False  # whether the folder is kept
+        self.traceback = False  # whether logs may contain one
         self.text = root / "text.txt"
         self.cache = root / "cache"
         self.environment = {_MARK: str(self.place), "XDG_CACHE_HOME": f"{self.cache}"}
@@ -51,14 +51,14 @@ class Ground:
 
     @contextmanager
     def place_of(self, name: str) -> Iterator["Ground"]:
-        """Make a place for a drill, removed unless it is to be kept."""
+        """Make a folder for a drill, and remove it afterwards unless `keep` is set."""
         ground = Ground(self.root, name)
         ground.place.mkdir()
         try:
             yield ground
         finally:
-            while left := ground.survivors():
-                for pid in left:
+            while pids := ground.survivors():
+                for pid in pids:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 time.sleep(0.05)
@@ -66,12 +66,12 @@ class Ground:
                 shutil.rmtree(ground.place, ignore_errors=True)
 
     def run(self, *overrides: str, name: str = "run") -> Run:
-        """Give a run of a name, new or old."""
+        """Return the run with this name, whether it exists or not."""
         data = f"data.path={self.text}", f"data.cache_dir={self.cache}"
         return Run(self.place / name, (*OVERRIDES, *data, *overrides), self.environment)
 
     def straight(self, count: int = 1) -> Run:
-        """Give the run of so many processes that nothing disturbed; made once."""
+        """Return an undisturbed run of `count` processes; train it only once."""
         shared = Ground(self.root)
         run = shared.run("checkpoint.keep_every_steps=5", name=f"straight-{count}")
         if not run.results:
@@ -80,76 +80,80 @@ class Ground:
         return run
 
     def half(self, count: int = 1, name: str = "run") -> Run:
-        """Give a copy of a run that ended after 20 steps, with a checkpoint of each.
+        """Return a copy of a run that ended after 20 steps and kept every checkpoint.
 
-        Its next start goes on to step 40.
+        The next start of the copy continues to step 40.
         """
         all_steps = "checkpoint.save_interval_steps=1", "checkpoint.keep_every_steps=1"
-        whole = Ground(self.root).run(*all_steps, name=f"half-{count}")
-        if not whole.results:
-            shutil.rmtree(whole.path, ignore_errors=True)
-            whole.finish(f"train.num_steps={HALF}", count=count)
+        original = Ground(self.root).run(*all_steps, name=f"half-{count}")
+        if not original.results:
+            shutil.rmtree(original.path, ignore_errors=True)
+            original.finish(f"train.num_steps={HALF}", count=count)
         run = self.run(name=name)
-        shutil.copytree(whole.path, run.path)
+        shutil.copytree(original.path, run.path)
         return run
 
     def check(
         self, run: Run, steps: int = STEPS, rel: float = 0, count: int = 1
     ) -> None:
-        """Compare all losses of a run, and its last arrays, with an undisturbed one's.
+        """Compare the losses and last arrays of a run with those of an undisturbed run.
 
         Args:
-            run: at its end.
-            steps: how many it has, a multiple of 5.
-            rel: what losses may differ by, relatively; then arrays are not looked at.
-            count: processes of the undisturbed one.
+            run: The finished run.
+            steps: The number of its steps, a multiple of 5.
+            rel: The relative tolerance of the losses. Above 0, arrays are not compared.
+            count: The number of processes of the undisturbed run.
         """
         check_equal(run, self.straight(count), steps, rel)
 
     def survivors(self) -> list[int]:
-        """List the processes that this drill started, directly or not."""
+        """List the live processes that this drill started, directly or indirectly."""
         mark = f"{_MARK}={self.place}\0".encode()
-        found = []
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if mark in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
+                    pids.append(int(folder.name))
             except OSError:
                 continue
-        return found
+        return pids
 
     def check_nothing_is_left(self) -> None:
-        """Make sure that all processes end, with no traceback and no shared memory."""
+        """Check that all processes end and that no log contains a traceback."""
         deadline = time.monotonic() + self.patience_s
-        while left := self.survivors():
-            names = [command_of(pid) for pid in left]
+        while pids := self.survivors():
+            names = [command_of(pid) for pid in pids]
             assert time.monotonic() < deadline, f"orphans: {names}"
             time.sleep(0.1)
         for log in sorted(self.place.rglob("log.*")):
-            said = log.read_text(errors="replace")
-            found = said.find("Traceback (most recent")
-            assert self.traceback or found < 0, f"{log}: {said[found:][:2000]}"
+            text = log.read_text(errors="replace")
+            position = text.find("Traceback (most recent")
+            assert self.traceback or position < 0, f"{log}: {text[position:][:2000]}"
 
 
 def check_equal(run: Run, straight: Run, steps: int, rel: float = 0) -> None:
-    """Compare the losses of all steps of a run, each once, and its last arrays."""
+    """Check that a run has each step once, with the losses and arrays of another."""
     losses = run.losses()
-    wanted = straight.losses()
+    expected_losses = straight.losses()
     assert list(losses) == [*range(1, steps + 1)], f"steps {list(losses)}"
     for step, loss in losses.items():
-        same = math.isclose(loss, wanted[step], rel_tol=rel, abs_tol=0)
-        assert same, f"loss of step {step}: {loss!r}, expected {wanted[step]!r}"
+        is_equal = math.isclose(loss, expected_losses[step], rel_tol=rel, abs_tol=0)
+        assert is_equal, (
+            f"loss of step {step}: {loss!r}, expected {expected_losses[step]!r}"
+        )
     if rel == 0:
         arrays = run.arrays(steps)
-        others = straight.arrays(steps)
-        assert arrays.keys() == others.keys(), f"{arrays.keys()} {others.keys()}"
+        expected_arrays = straight.arrays(steps)
+        assert arrays.keys() == expected_arrays.keys(), (
+            f"{arrays.keys()} {expected_arrays.keys()}"
+        )
         for name, array in arrays.items():
-            same = array.tobytes() == others[name].tobytes()
-            assert same, f"{name} of step {steps} differs"
+            is_equal = array.tobytes() == expected_arrays[name].tobytes()
+            assert is_equal, f"{name} of step {steps} differs"
 
 
 def command_of(pid: int) -> str:
-    """Say what a process runs."""
+    """Return the command line of a process, or its id if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:

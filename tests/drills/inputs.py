@@ -20,8 +20,8 @@ _WRONG_DATA = 65
 
 @drill(19)
 def updates_that_are_not_finite(ground: Ground) -> str:
-    """A learning rate of 1e30, max_skipped_steps=3, a save after each step -> the
-    updates are left out and recorded with their batches, it stops with 3, and every
+    """The learning rate is 1e30, with max_skipped_steps=3 and a save after each step ->
+    the updates are skipped and recorded with their batches; the run stops with 3; every
     number in every checkpoint is finite."""
     run = ground.run(
         *("optimizer.learning_rate=1e30", "train.max_skipped_steps=3"),
@@ -41,10 +41,10 @@ def updates_that_are_not_finite(ground: Ground) -> str:
 
 @drill(19, promise="bad batch")
 def a_spike_and_going_back_before_it(ground: Ground) -> str:
-    """Steps 1.2 sigma above the last 4 are spikes, and one is one too many -> it stops
-    with 3 and names the batch; each time run.rewind_to goes back two steps and
-    data.skip_batches leaves the batch out; in the end it is, to the bit, a run that
-    left them out from its start."""
+    """A loss 1.2 sigma above the last 4 steps is a spike, and the first spike stops the
+    run. Each time, run.rewind_to goes back two steps and data.skip_batches skips the
+    batch -> each stop exits with 3 and names the batch; the end is bitwise equal to
+    that of a run that skipped these batches from its start."""
     sigma = ("train.skip_sigma=1.2", "train.skip_window=4", "train.max_skipped_steps=0")
     run = ground.run(*sigma, "checkpoint.save_interval_steps=1")
     pairs: list[tuple[int, int]] = []
@@ -52,8 +52,8 @@ def a_spike_and_going_back_before_it(ground: Ground) -> str:
     while (code := fleet.wait()[0]) == 3 and len(pairs) < 40:
         event = run.events("skipped")[-1]
         expect("reason", event["reason"], "spike")
-        said = f"step {event['step']:,} (batch {event['batch']:,}, spike)"
-        assert said in fleet.said(), fleet.said()[-2000:]
+        message = f"step {event['step']:,} (batch {event['batch']:,}, spike)"
+        assert message in fleet.said(), fleet.said()[-2000:]
         pairs = sorted([*pairs, (event["batch"], event["batch"])])
         fleet = run.start(
             "checkpoint.keep_latest=5",
@@ -63,19 +63,20 @@ def a_spike_and_going_back_before_it(ground: Ground) -> str:
     expect("last exit code", code, 0)
     assert pairs, "there was no spike"
     left_out = f"data.skip_batches={[number for pair in pairs for number in pair]}"
-    whole = ground.run(*sigma, left_out, name="whole")
-    whole.finish()
-    check_equal(run, whole, STEPS)
+    reference = ground.run(*sigma, left_out, name="whole")
+    reference.finish()
+    check_equal(run, reference, STEPS)
     return f"3 and back {len(pairs)} times, batches {[p for p, _ in pairs]}; bits equal"
 
 
 @drill(20)
 def damaged_store(ground: Ground) -> str:
-    """A shard of a token store is cut, flipped, emptied, deleted; its description is
-    deleted; the manifest flipped -> 65 before the first step, and the file is named."""
-    whole = ground.place / "whole"
+    """A shard of a token store is cut, flipped, emptied or deleted, its description is
+    deleted, or the manifest is flipped -> each start exits with 65 before the first
+    step and names the file."""
+    intact = ground.place / "whole"
     maker = ground.run().other(
-        *("data.prepare", f"input={ground.text}", f"output={whole}", "validation=0.1")
+        *("data.prepare", f"input={ground.text}", f"output={intact}", "validation=0.1")
     )
     expect("exit codes", maker.wait(), [0])
     ways: list[tuple[str, Callable[[Path], object]]] = [
@@ -88,25 +89,26 @@ def damaged_store(ground: Ground) -> str:
     ]
     for number, (name, damage) in enumerate(ways):
         store = ground.place / f"store-{number}"
-        shutil.copytree(whole, store)
+        shutil.copytree(intact, store)
         damage(store / name)
         run = ground.run(name=f"run-{number}")
         run.overrides = (*run.overrides, "data=tokens", f"data.path={store}")
         fleet = run.start()
         expect(f"exit codes of {name}", fleet.wait(), [_WRONG_DATA])
-        named = f"{store}/{name.removesuffix('/zarr.json')}"
-        assert named in fleet.said(), fleet.said()
+        damaged_path = f"{store}/{name.removesuffix('/zarr.json')}"
+        assert damaged_path in fleet.said(), fleet.said()
         expect("lines", run.losses(), {})
     return f"65 {len(ways)} times, each file named"
 
 
 @drill(21)
 def a_worker_killed_and_its_trainer(ground: Ground) -> str:
-    """While two workers encode 64 MB of text, SIGKILL to one of them; in the next start
-    to the trainer; then to the trainer in the midst of training -> 65 in seconds; no
-    process and no shared memory is left in seconds; the third start trains."""
+    """Two workers encode 64 MB of text. SIGKILL hits one of them in the first start,
+    the trainer in the second, and the trainer during training in the third -> the first
+    start exits with 65 within seconds; all processes and shared memory are gone within
+    seconds; the third start trains."""
     folder = ground.place / "texts"
-    before = _shared_memory()
+    previous_memory = _shared_memory()
     folder.mkdir()
     text = ground.text.read_text()
     for number in range(8):
@@ -129,38 +131,38 @@ def a_worker_killed_and_its_trainer(ground: Ground) -> str:
     after_steps(run, fleet)
     fleet.send(signal.SIGKILL)
     gone_s.append(_gone_after(ground))
-    expect("new shared memory", _shared_memory() - before, set())
+    expect("new shared memory", _shared_memory() - previous_memory, set())
     return f"65 after {took:.1f} s; all processes gone after {gone_s} s"
 
 
 def _await_worker(ground: Ground, fleet) -> int:
     workers: list[int] = []
 
-    def there() -> bool:
+    def workers_encode() -> bool:
         workers[:] = [p for p in ground.survivors() if _encodes(p)]
         return len(workers) >= 2
 
-    fleet.await_that(there)
+    fleet.await_that(workers_encode)
     return workers[0]
 
 
 def _encodes(pid: int) -> bool:
-    """Whether a process is a worker that writes its part.
+    """Return whether a process is a worker that has begun to write its part.
 
-    One that is not so far yet prints Python's own traceback if its parent is killed.
+    Before that, Python prints a traceback of its own if the parent is killed.
     """
     try:
         files = [f.readlink().name for f in Path(f"/proc/{pid}/fd").iterdir()]
         return "spawn_main" in command_of(pid) and any(".part" in f for f in files)
     except OSError:
-        return False  # it has ended
+        return False  # the process has ended
 
 
 def _gone_after(ground: Ground) -> float:
-    """Wait until nothing that the drill started is left."""
+    """Wait until all processes of the drill have ended; return the seconds."""
     began = time.monotonic()
-    while left := ground.survivors():
-        assert time.monotonic() - began < 20, [command_of(pid) for pid in left]
+    while pids := ground.survivors():
+        assert time.monotonic() - began < 20, [command_of(pid) for pid in pids]
         time.sleep(0.05)
     return round(time.monotonic() - began, 1)
 
@@ -172,8 +174,9 @@ def _shared_memory() -> set[str]:
 
 @drill(22)
 def other_numbers_of_batches_read_ahead(ground: Ground) -> str:
-    """A run goes on with data.prefetch=1 to step 30, and with 7 to the end (the loader
-    has threads, no workers) -> accepted, the same bits."""
+    """A run continues with data.prefetch=1 to step 30, and with data.prefetch=7 to the
+    end; the loader has threads and no workers -> both values are accepted, and the bits
+    are the same."""
     run: Run = ground.half()
     run.finish("data.prefetch=1", "train.num_steps=30")
     run.finish("data.prefetch=7")

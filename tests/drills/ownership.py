@@ -1,4 +1,4 @@
-"""Drills of who owns a run, of clocks, and of a network that is not there."""
+"""Drills of the ownership of a run, of clocks, and of an unreachable network."""
 
 import contextlib
 import json
@@ -19,18 +19,19 @@ _OWNED = 75
 
 @drill(26, promise="two owners")
 def several_starts_at_once(ground: Ground) -> str:
-    """Two starts at once; the one that trains is stopped for a while (SIGSTOP), for a
-    third start to find it; SIGKILL to it, and a fourth -> the second and third end with
-    75 and name the owner; the fourth takes over at once, and has the same bits."""
+    """Two starts run at once. The one that trains is suspended (SIGSTOP) while a third
+    start finds it; then it gets SIGKILL, and a fourth starts -> the second and third
+    end with 75 and name the owner; the fourth takes over at once, and ends with the
+    same bits."""
     run = ground.run()
-    two = [run.start(), run.start()]
+    starts = [run.start(), run.start()]
     until(lambda: 5 in run.sealed())
-    owner = next(fleet for fleet in two if "from step" in fleet.said())
+    owner = next(fleet for fleet in starts if "from step" in fleet.said())
     owner.send(signal.SIGSTOP)
-    (other,) = (fleet for fleet in two if fleet is not owner)
+    (second,) = (fleet for fleet in starts if fleet is not owner)
     pid = owner.processes[0].pid
     took = []
-    for refused in (other, run.start()):
+    for refused in (second, run.start()):
         began = time.monotonic()
         expect("exit codes", refused.wait(), [_OWNED])
         took.append(time.monotonic() - began)
@@ -47,10 +48,12 @@ def several_starts_at_once(ground: Ground) -> str:
 
 @drill(27)
 def clocks_that_are_an_hour_off(ground: Ground) -> str:
-    """The lease of a dead owner on another machine, since an hour from now; all events
-    an hour from now; the times of checkpoints in reverse order -> taken over after
-    lease_timeout_s=8 without a sign of life, from step 20, the newest two kept, no time
-    is negative, the same bits. And with a live owner, an hour behind: 75."""
+    """All events are dated an hour ahead, and the times of checkpoints are in reverse
+    order. The lease on another machine belongs first to a live owner whose clock is an
+    hour slow, then to a dead one whose clock is an hour fast -> the live owner makes
+    the start end with 75; the dead one is replaced after lease_timeout_s=8 without a
+    sign of life; the run continues from step 20, keeps the newest two steps, has no
+    negative time, and ends with the same bits."""
     run = ground.half()
     for step in run.steps():
         hour = time.time() + 3600 - step
@@ -75,7 +78,7 @@ def clocks_that_are_an_hour_off(ground: Ground) -> str:
 
 @contextlib.contextmanager
 def foreign_owner(run: Run, hours: int, alive: bool) -> Iterator[None]:
-    """Put a lease of another machine, whose clock is off, and let it beat or not."""
+    """Write the lease of another machine with a wrong clock; renew it if alive."""
     ended = threading.Event()
     since = time.strftime(
         "%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() + 3600 * hours)
@@ -102,16 +105,16 @@ def foreign_owner(run: Run, hours: int, alive: bool) -> Iterator[None]:
 
 @drill(29)
 def tracker_that_cannot_be_reached(ground: Ground) -> str:
-    """The tracker is online, at a port where nobody listens, then at one that never
-    answers -> 0 both times, the same bits."""
-    seen = []
+    """The tracker is online at a port where no one listens, and then at one that never
+    answers -> both runs end with 0 and the same bits."""
+    durations = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for name, port in (
             ("closed", free_port()),
             ("silent", silent.getsockname()[1]),
         ):
-            words = "tracker=[wandb,mlflow]", "tracker.wandb.mode=online"
-            run = ground.run(*words, name=name)
+            overrides = "tracker=[wandb,mlflow]", "tracker.wandb.mode=online"
+            run = ground.run(*overrides, name=name)
             began = time.monotonic()
             fleet = run.finish(
                 environment={
@@ -122,8 +125,8 @@ def tracker_that_cannot_be_reached(ground: Ground) -> str:
             )
             took_s = time.monotonic() - began
             for tracker in ("wandb", "mlflow"):
-                said = fleet.said().count(f" {tracker} ")
-                expect(f"what was said of {tracker}", said, 1)
-            seen.append(f"{name}: {took_s:.0f} s")
+                count = fleet.said().count(f" {tracker} ")
+                expect(f"what was said of {tracker}", count, 1)
+            durations.append(f"{name}: {took_s:.0f} s")
             ground.check(run)
-    return f"{'; '.join(seen)}; bits equal"
+    return f"{'; '.join(durations)}; bits equal"

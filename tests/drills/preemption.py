@@ -1,4 +1,4 @@
-"""Drills of being told to stop."""
+"""Drills of runs that are told to stop."""
 
 import contextlib
 import signal
@@ -14,14 +14,14 @@ from train.run.metrics import read_metrics
 
 
 def after_steps(run: Run, fleet: Fleet, more: int = 3) -> None:
-    """Wait until a start has done some steps."""
+    """Wait until a start has completed `more` steps."""
     fleet.await_text("from step")
     first = run.step
     fleet.await_that(lambda: run.step >= first + more)
 
 
 def stopped(run: Run, fleet: Fleet, number: int, process: int = 0) -> int:
-    """Send a signal, and check what stopping means; give the step that was saved."""
+    """Send a signal, check that the run stops as promised, and return its step."""
     began = time.monotonic()
     fleet.send(number, process)
     expect("exit codes", fleet.wait(60), [42] * len(fleet))
@@ -33,16 +33,17 @@ def stopped(run: Run, fleet: Fleet, number: int, process: int = 0) -> int:
     return step
 
 
-def goes_on(run: Run, step: int, *more: str, **how: Any) -> None:
-    """Check that the next start goes on from a step to the end."""
-    fleet = run.finish(*more, **how)
+def goes_on(run: Run, step: int, *more: str, **options: Any) -> None:
+    """Check that the next start continues from a step, and ends with 0."""
+    fleet = run.finish(*more, **options)
     assert f"from step {step}\n" in fleet.said(), fleet.said()[-2000:]
 
 
 @drill(4, promise="SIGTERM")
 def sigterm_to_one_process(ground: Ground) -> str:
-    """SIGTERM between two steps -> that step saved and sealed, exit 42 within 15 s; the
-    next start goes on from it to the bits of an undisturbed run."""
+    """SIGTERM arrives between two steps -> the step is saved and sealed, and the exit
+    code is 42 within 15 s; the next start continues from it and ends with the bits of
+    an undisturbed run."""
     run = ground.run()
     fleet = run.start()
     after_steps(run, fleet)
@@ -54,8 +55,9 @@ def sigterm_to_one_process(ground: Ground) -> str:
 
 @drill(5)
 def sigterm_to_one_of_two(ground: Ground) -> str:
-    """SIGTERM to process 1, then, in the next start, to process 0 of two -> both end
-    after the same saved step with 42; the third start ends with the same bits."""
+    """SIGTERM goes to process 1 of two and, in the next start, to process 0 -> both
+    processes end with 42 after the same saved step; the third start ends with the same
+    bits."""
     run = ground.run()
     steps = []
     for process in (1, 0):
@@ -69,9 +71,9 @@ def sigterm_to_one_of_two(ground: Ground) -> str:
 
 @drill(6)
 def sigterm_in_every_phase(ground: Ground) -> str:
-    """SIGTERM during a save in flight, restore, compilation and evaluation, each a few
-    times -> 42, what was saved last is the newest step and sealed, no leftovers; the
-    last start ends with the same bits."""
+    """SIGTERM arrives during a save, a restore, a compilation and an evaluation, a few
+    times each -> the exit code is 42; the last saved step is the newest one and is
+    sealed; there are no leftovers; the last start ends with the same bits."""
     run = ground.run(*("checkpoint.save_interval_steps=2", "eval.interval_steps=1"))
     hits: dict[str, int] = {}
     for phase, delay_s in (
@@ -82,7 +84,7 @@ def sigterm_in_every_phase(ground: Ground) -> str:
     ):
         more = ()
         cache = {}
-        if phase == "compile":  # nothing is in the cache, and two steps take longer
+        if phase == "compile":  # the cache is empty, and two steps take longer
             more = ("log.numerics_interval_steps=1000",)
             cache = {"JAX_COMPILATION_CACHE_DIR": f"{ground.place}/{delay_s}"}
         fleet = run.start(*more, environment=cache)
@@ -91,8 +93,8 @@ def sigterm_in_every_phase(ground: Ground) -> str:
         moment = time.time()
         fleet.send(signal.SIGTERM)
         expect(f"exit code in {phase}", fleet.wait(60), [42])
-        found = "save" if phase == "save" else run.phase_at(moment)
-        hits[found] = hits.get(found, 0) + 1
+        actual_phase = "save" if phase == "save" else run.phase_at(moment)
+        hits[actual_phase] = hits.get(actual_phase, 0) + 1
         expect(f"sealed after {phase}", run.sealed()[-1:], [run.step][: run.step])
         expect(f"leftovers after {phase}", run.leftovers(), [])
     goes_on(run, run.step)
@@ -109,40 +111,41 @@ def _await_phase(run: Run, fleet: Fleet, phase: str) -> None:
         return
     fleet.await_text("from step")
     if phase == "eval":
-        after_steps(run, fleet, 1)  # the first one compiles, so it takes long
+        after_steps(run, fleet, 1)  # the first evaluation is long: it compiles
     if phase == "save":
         fleet.await_that(lambda: any("tmp" in name for name in run.leftovers()))
 
 
 @drill(7)
 def sigterm_twice_then_sigkill(ground: Ground) -> str:
-    """SIGTERM twice, and SIGKILL 50 ms to 15 s later, before or after all is saved -> a
-    later start goes on from a sealed step, no older than the one before, to the same
-    bits."""
+    """SIGTERM arrives twice, and SIGKILL 50 ms to 15 s later, before or after
+    everything is saved -> a later start continues from a sealed step that is no older
+    than the newest one before SIGKILL, and ends with the same bits."""
     run = ground.run()
-    seen = []
+    reports = []
     for patience_s in (0.05, 0.2, 0.4, 0.8, 15):
         fleet = run.start()
         after_steps(run, fleet, 2)
         fleet.send(signal.SIGTERM)
         fleet.send(signal.SIGTERM)
         process = fleet.processes[0]
-        before = run.sealed()[-1:]
+        newest = run.sealed()[-1:]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience_s)
         fleet.send(signal.SIGKILL)
         (code,) = fleet.wait()
         assert code == 42 or (code == 137 and patience_s < 15), f"exit code {code}"
-        assert run.sealed()[-1:] >= before, f"sealed {run.sealed()}, before {before}"
-        seen.append(f"{code} after {patience_s:g} s, step {run.sealed()[-1:]}")
+        assert run.sealed()[-1:] >= newest, f"sealed {run.sealed()}, before {newest}"
+        reports.append(f"{code} after {patience_s:g} s, step {run.sealed()[-1:]}")
     goes_on(run, run.sealed()[-1])
     ground.check(run)
-    return f"{'; '.join(seen)}; bits equal"
+    return f"{'; '.join(reports)}; bits equal"
 
 
 @drill(8)
 def signals_of_a_scheduler(ground: Ground) -> str:
-    """SIGUSR1, then SIGUSR2 to the next start -> like SIGTERM: saved, sealed, 42."""
+    """SIGUSR1 arrives, and SIGUSR2 in the next start -> both act like SIGTERM: the step
+    is saved and sealed, and the exit code is 42."""
     run = ground.run()
     steps = []
     for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -156,10 +159,10 @@ def signals_of_a_scheduler(ground: Ground) -> str:
 
 @drill(6)
 def sigterm_while_two_processes_end(ground: Ground) -> str:
-    """SIGTERM to process 1 of two that evaluate a finished run, and 0 to 0.4 s after
-    the results are there -> both end within 15 s, with 42 before the results and with
-    0 or 42 after them; the next start ends with 0."""
-    seen = []
+    """SIGTERM goes to process 1 of two that evaluate a finished run, before the results
+    exist or 0 to 0.4 s after -> both processes end within 15 s, with 42 before the
+    results and with 0 or 42 after them; the next start ends with 0."""
+    reports = []
     for number, delay_s in enumerate((None, 0, 0.03, 0.1, 0.4)):
         run = ground.half(2, name=f"run-{number}")
         (run.path / "results.json").unlink()
@@ -172,20 +175,21 @@ def sigterm_while_two_processes_end(ground: Ground) -> str:
         fleet.send(signal.SIGTERM, 1)
         codes = fleet.wait(60)
         took = time.monotonic() - began
-        wanted = [42] if delay_s is None else [0, 42]
-        assert {*codes} <= {*wanted}, f"{delay_s}: exit codes {codes}"
+        allowed = [42] if delay_s is None else [0, 42]
+        assert {*codes} <= {*allowed}, f"{delay_s}: exit codes {codes}"
         assert took < 15, f"{delay_s}: it took {took:.1f} s"
         run.finish(f"train.num_steps={HALF}", count=2)
         scores = [row for row in read_metrics(run.path) if "eval/loss" in row]
         assert len(scores) == 1, f"{delay_s}: the last step's score: {scores}"
-        seen.append(f"{codes} after {took:.1f} s")
-    return "; ".join(seen)
+        reports.append(f"{codes} after {took:.1f} s")
+    return "; ".join(reports)
 
 
 @drill(41)
 def notices_that_keep_coming(ground: Ground) -> str:
-    """SIGTERM and SIGUSR1 in turn to both of two, a hundred times a second until they
-    are gone -> 42 and 42, one step saved; the next start ends with the same bits."""
+    """SIGTERM and SIGUSR1 go in turn to both of two processes, a hundred times a second
+    until they are gone -> both end with 42, and one step is saved; the next start ends
+    with the same bits."""
     run = ground.run()
     fleet = run.start(count=2)
     sent = 0

@@ -1,4 +1,4 @@
-"""A run that is drilled: its starts, and what lies in its directory."""
+"""A run under drill: its starts, and the contents of its directory."""
 
 import json
 import time
@@ -13,10 +13,10 @@ from tests.fleet import Fleet
 
 
 class Run:
-    """A run directory and the starts of it."""
+    """A run directory and its starts."""
 
     def __init__(self, path: Path, overrides: Sequence[str], environment: dict):
-        """Name it; nothing is made."""
+        """Name the run; no file is written."""
         self.path = path
         self.overrides = overrides
         self._place = path.parent
@@ -29,37 +29,40 @@ class Run:
         *more: str,
         count: int = 1,
         environment: dict[str, str] | None = None,
-        **others: Any,
+        **options: Any,
     ) -> Fleet:
-        """Start its processes with more overrides; the rest is `Fleet`'s."""
+        """Start the processes with more overrides; `Fleet` gets the `options`."""
         overrides = [*self.overrides, f"run.dir={self.path}", *more]
-        both = {**self._environment, **(environment or {})}
-        return Fleet(self._logs(), overrides, count, environment=both, **others)
+        variables = {**self._environment, **(environment or {})}
+        return Fleet(self._logs(), overrides, count, environment=variables, **options)
 
-    def other(self, door: str, *overrides: str) -> Fleet:
-        """Start another command."""
+    def other(self, module: str, *overrides: str) -> Fleet:
+        """Start another command of the project, given its module."""
         environment = self._environment
-        return Fleet(self._logs(), overrides, module=door, environment=environment)
+        return Fleet(self._logs(), overrides, module=module, environment=environment)
 
     def _logs(self) -> Path:
         self._starts += 1
         return self._place / f"{self._name}.{self._starts}"
 
-    def finish(self, *more: str, count: int = 1, **others: Any) -> Fleet:
-        """Start it and let it come to its end."""
-        fleet = self.start(*more, count=count, **others)
+    def finish(self, *more: str, count: int = 1, **options: Any) -> Fleet:
+        """Start the run, and wait until every process ends with 0."""
+        fleet = self.start(*more, count=count, **options)
         codes = fleet.wait(600)
         assert codes == [0] * count, f"exit codes {codes}: {fleet.said()[-2000:]}"
         return fleet
 
     def rows(self, log: str) -> list[dict[str, Any]]:
-        """Read metrics or events; a line that is being written is left out."""
+        """Read metrics or events; an incomplete last line is skipped."""
         file = self.path / f"{log}.jsonl"
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         return [json.loads(line) for line in lines]
 
     def losses(self) -> dict[int, float]:
-        """Give the loss of each step, in the order of the lines, each there once."""
+        """Return the loss of each step, in the order of the lines.
+
+        Raises an AssertionError if a step has several lines.
+        """
         rows = [row for row in self.rows("metrics") if "loss" in row]
         steps = [row["step"] for row in rows]
         assert len(steps) == len(set(steps)), f"steps with several lines: {steps}"
@@ -67,16 +70,16 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step with a line."""
+        """The last step that has a line in the metrics."""
         return max(self.losses(), default=0)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Give the events of a name."""
+        """Return the events with this name."""
         return [row for row in self.rows("events") if row["event"] == name]
 
     @property
     def results(self) -> bool:
-        """Whether it is finished."""
+        """Whether the run is finished."""
         return (self.path / "results.json").exists()
 
     @property
@@ -84,25 +87,25 @@ class Run:
         return self.path / "checkpoints"
 
     def steps(self) -> list[int]:
-        """List the steps there are, sealed or not."""
+        """List the steps of all checkpoints, sealed or not."""
         names = _names(self.checkpoints)
         return sorted(int(name) for name in names if name.isdigit())
 
     def sealed(self) -> list[int]:
-        """List the steps that are sealed."""
+        """List the steps of the sealed checkpoints."""
         return [s for s in self.steps() if (self.folder(s) / "digests.json").exists()]
 
     def folder(self, step: int) -> Path:
-        """Name the folder of a checkpoint."""
+        """Return the folder of a checkpoint."""
         return self.checkpoints / str(step)
 
     def aside(self) -> list[int]:
-        """List the steps that were set aside."""
+        """List the steps whose checkpoints were set aside."""
         names = _names(self.checkpoints / "quarantine")
         return sorted(int(name.split("-")[0]) for name in names)
 
     def leftovers(self) -> list[str]:
-        """List what dead saves left."""
+        """List the files that interrupted saves left."""
         names = [n for n in _names(self.checkpoints) if "tmp" in n or n[0] == "."]
         return names + [f"unsealed/{n}" for n in _names(self.checkpoints / "unsealed")]
 
@@ -111,25 +114,28 @@ class Run:
         file = {"driver": "file", "path": f"{self.folder(step)}/state/"}
         base = {"driver": "ocdbt", "base": file}
         keys = ts.KvStore.open(base).result().list().result()
-        found = (key.decode().partition("/zarr.json") for key in keys)
-        return {name: _read(base, name) for name, is_array, _ in found if is_array}
+        parts = (key.decode().partition("/zarr.json") for key in keys)
+        return {name: _read(base, name) for name, is_array, _ in parts if is_array}
 
     def phase_at(self, moment: float) -> str:
-        """Say what the last start did at a moment (time.time()), by its events."""
+        """Return the phase of the last start at a moment (`time.time()`).
+
+        The phase is read from the events.
+        """
         rows = self.rows("events")
         laps = [r for r in rows if r["start"] == rows[-1]["start"] and r["seconds"]]
-        before = [lap["event"] for lap in laps if lap["time"] < moment]
-        during = next((lap["event"] for lap in laps if lap["time"] >= moment), "close")
-        if during == "prepare" and "restore" in before:
+        completed = [lap["event"] for lap in laps if lap["time"] < moment]
+        current = next((lap["event"] for lap in laps if lap["time"] >= moment), "close")
+        if current == "prepare" and "restore" in completed:
             return "compile"
-        if during == "close":  # it ended in the midst of what comes next
+        if current == "close":  # the start ended during the next phase
             order = ("start", "init", "prepare", "restore", "compile")
-            return next((phase for phase in order if phase not in before), "step")
-        return during
+            return next((phase for phase in order if phase not in completed), "step")
+        return current
 
 
 def until(holds: Callable[[], bool], timeout_s: float = 180) -> None:
-    """Wait until something holds, looking a thousand times a second."""
+    """Wait until a condition holds, and test it a thousand times a second."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s"

@@ -1,4 +1,4 @@
-"""Drills of being killed, and of what that does to saves."""
+"""Drills of runs that are killed, and of the effect on saves."""
 
 import shutil
 import signal
@@ -12,8 +12,8 @@ from tests.drills.run import Run, until
 
 @drill(1, promise="kill -9")
 def killed_before_the_first_save(ground: Ground) -> str:
-    """SIGKILL before anything is saved -> 137; the next start begins at step 0 and has
-    the losses and the bits of an undisturbed run."""
+    """SIGKILL arrives before anything is saved -> the exit code is 137; the next start
+    begins at step 0, and has the losses and the bits of an undisturbed run."""
     run = ground.run("checkpoint.save_interval_steps=20")
     fleet = run.start()
     after_steps(run, fleet)
@@ -28,13 +28,13 @@ def killed_before_the_first_save(ground: Ground) -> str:
 
 @drill(2)
 def killed_at_many_moments_of_a_save(ground: Ground) -> str:
-    """SIGKILL right after a save's rename, and 0 to 0.4 s after it begins, fourteen
-    times -> the next start goes on from the newest sealed step, the leftovers are
+    """SIGKILL arrives fourteen times, right after a save's rename or 0 to 0.4 s after a
+    save begins -> each next start continues from the newest sealed step, leftovers are
     removed, and the end is the same."""
     run = ground.run("checkpoint.save_interval_steps=1")
     hits = dict.fromkeys(("writing", "renamed, not sealed", "sealed"), 0)
     for delay_s in (*[None] * 5, *(0.05 * n for n in range(9))):
-        # Where no step is sealed yet, the one that is there is taken unverified.
+        # Before any step is sealed, a start restores the newest one unverified.
         newest = max(run.sealed() or run.steps(), default=0)
         fleet = run.start()
         fleet.await_text("from step")
@@ -46,14 +46,14 @@ def killed_at_many_moments_of_a_save(ground: Ground) -> str:
             time.sleep(delay_s)
         fleet.send(signal.SIGKILL)
         expect("exit codes", fleet.wait(), [137])
-        hits[_left_by_a_kill(run)] += 1
+        hits[_state_after_kill(run)] += 1
     goes_on(run, run.sealed()[-1])
     expect("leftovers", run.leftovers(), [])
     ground.check(run)
     return f"killed while {hits}; set aside {run.aside()}; no leftovers, bits equal"
 
 
-def _left_by_a_kill(run: Run) -> str:
+def _state_after_kill(run: Run) -> str:
     if any("tmp" in name for name in run.leftovers()):
         return "writing"
     return "sealed" if run.steps() == run.sealed() else "renamed, not sealed"
@@ -61,10 +61,10 @@ def _left_by_a_kill(run: Run) -> str:
 
 @drill(3)
 def killed_between_rename_and_seal(ground: Ground) -> str:
-    """The digests of the newest step are removed and its mark of being written put
-    back, as a kill right there leaves it; then likewise of the only step -> the first
-    is set aside for an older, sealed one; the second is taken, with a warning, and
-    sealed."""
+    """The digests of the newest step are removed and its mark of being written is put
+    back, as a kill at that moment leaves them. Then the same is done to the only step
+    of a run -> the first step is set aside for an older, sealed one; the second is
+    restored with a warning, and sealed."""
     run = ground.half()
     _unseal(run, HALF)
     goes_on(run, HALF - 1)

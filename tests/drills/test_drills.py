@@ -1,4 +1,4 @@
-"""All drills, and that a drill which fails is seen to."""
+"""All drills run, and a drill that fails is reported."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def test_the_promise_holds(drill: Drill, ground: Ground):
     assert outcome.held, outcome.seen
 
 
-def test_every_fault_of_the_list_is_drilled_and_described():
+def test_each_listed_fault_has_a_drill_with_a_description():
     numbers = {drill.number for drill in DRILLS}
     assert numbers == {*range(1, 33), 41, "kills"}
     for drill in DRILLS:
@@ -46,7 +46,7 @@ def breaks_a_promise(ground: Ground) -> str:
 def leaves_an_orphan(ground: Ground) -> str:
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     subprocess.Popen(command, env=ground.environment)
-    while not ground.survivors():  # just started it has no environment yet
+    while not ground.survivors():  # a new process has no environment yet
         time.sleep(0.01)
     return "held"
 
@@ -69,7 +69,7 @@ def is_not_permitted(ground: Ground) -> str:
         (leaves_an_orphan, False, "sleep(60)"),
     ],
 )
-def test_what_a_drill_sees_is_told(ground: Ground, monkeypatch, act, held, seen):
+def test_the_outcome_of_a_drill_is_told(ground: Ground, monkeypatch, act, held, seen):
     monkeypatch.setattr(Ground, "patience_s", 1.0)
     outcome = carry_out(Drill(0, act), ground)
     assert outcome.held is held

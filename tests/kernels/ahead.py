@@ -1,16 +1,20 @@
-"""Compile for a machine that is not there; a process of its own.
+"""Compile programs for an absent machine, in a separate process.
 
     python tests/kernels/ahead.py <folder> <json>
 
-The JSON maps a name to what is to be compiled: {"target": a name of
-hardware/targets.py, and either "step": overrides of `python -m train` (the real
-training step on all devices, "options": of the compiler), "attention": [T, H] or
-"grouped": [M, E, D, F] (the kernel and its gradient on one; "dtype": float8), or
-"scatter": [V, D] (a table's gradient, columns innermost, over all devices)}.
-For each the optimised program goes to <folder>/<name>.txt, and one line of JSON,
-{"name", "seconds" (of CPU time), "memory" (bytes)} or {"name", "error"}, to stdout.
+The JSON maps the name of each case to a dict. Its "target" is a name of
+hardware/targets.py. One further key says which program is compiled:
 
-A process of its own because platforms read their settings from the environment once.
+- "step": overrides of `python -m train`, for the real training step on all devices.
+  "options" are those of the compiler.
+- "attention": [T, H], for the kernel and its gradient on one device.
+- "grouped": [M, E, D, F], for the same on one device. "dtype" may be float8.
+- "scatter": [V, D], for a table's gradient over all devices, columns innermost.
+
+Each optimised program is written to <folder>/<name>.txt. One line of JSON goes to
+stdout: {"name", "seconds" (of CPU time), "memory" (bytes)} or {"name", "error"}.
+
+The process is separate because platforms read their settings from the environment once.
 """
 
 import json
@@ -19,7 +23,8 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # what runs; compiled is for the target
+# This process runs on the CPU, and compiles for the target.
+os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
@@ -57,7 +62,7 @@ def step(chips: list[Device], overrides: list[str], options: dict[str, bool]):
 
 def kernel(chips: list[Device], platform: str, T: int, H: int):
     kernels = {"tpu": Attention.splash, "cuda": Attention.cudnn}
-    place = jax.sharding.SingleDeviceSharding(chips[0])
+    sharding = jax.sharding.SingleDeviceSharding(chips[0])
 
     def loss(q, k, v, segment_ids):
         method = KernelAttention(kernels[platform])
@@ -67,7 +72,7 @@ def kernel(chips: list[Device], platform: str, T: int, H: int):
         return out.o_BTNV.astype(jnp.float32).sum()
 
     def array(*shape: int, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     kv = array(1, T, 2, H)
     traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(
@@ -78,7 +83,7 @@ def kernel(chips: list[Device], platform: str, T: int, H: int):
 
 
 def grouped(chips: list[Device], platform: str, dtype: str | None, *sizes: int):
-    place = jax.sharding.SingleDeviceSharding(chips[0])
+    sharding = jax.sharding.SingleDeviceSharding(chips[0])
     M, E, D, F = sizes
     float8 = RECIPES[ComputeDtype(dtype)]() if dtype else None
 
@@ -88,7 +93,7 @@ def grouped(chips: list[Device], platform: str, dtype: str | None, *sizes: int):
         return jnp.square(y.astype(jnp.float32)).sum()
 
     shapes = ((M, D), jnp.bfloat16), ((E, D, F), jnp.float32), ((E,), jnp.int32)
-    arrays = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
+    arrays = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes]
     traced = jax.jit(jax.grad(loss, (0, 1))).trace(*arrays)
     options = {"xla_gpu_autotune_level": 0} if platform == "cuda" else None
     return traced.lower(lowering_platforms=(platform,)).compile(options)
@@ -103,35 +108,37 @@ def scatter(chips: list[Device], V: int, D: int):
         axis_steps=collective_steps(mesh),
     )
 
-    def gradient(x, y):  # rows of all tokens, along lanes, as of a tied head
+    # The table has rows for all tokens. Its columns lie along lanes, as those of the
+    # gradient of a tied head do.
+    def gradient(x, y):
         table = with_layout_constraint(jnp.einsum("bd,bv->vd", x, y), Layout((0, 1)))
         return placement.reduce_scatter(table)
 
     rows = PartitionSpec("fsdp")
     columns = PartitionSpec(None, "fsdp")
-    on_each = jax.shard_map(
+    program = jax.shard_map(
         gradient, mesh=mesh, in_specs=(rows, rows), out_specs=columns, check_vma=False
     )
-    place = NamedSharding(mesh, rows)
+    sharding = NamedSharding(mesh, rows)
     arrays = [
-        jax.ShapeDtypeStruct((128 * len(chips), n), jnp.bfloat16, sharding=place)
+        jax.ShapeDtypeStruct((128 * len(chips), n), jnp.bfloat16, sharding=sharding)
         for n in (D, V)
     ]
-    return jax.jit(on_each).lower(*arrays).compile()
+    return jax.jit(program).lower(*arrays).compile()
 
 
 def main(folder: Path, cases: dict) -> None:
     prepare()
     for name, case in cases.items():
         target = parse_target(case["target"])
-        started = time.process_time()
+        start = time.process_time()
         try:
             chips = fake_devices(target)
             if "step" in case:
                 compiled = step(chips, case["step"], case.get("options", {}))
             elif "grouped" in case:
-                how = target.platform, case.get("dtype")
-                compiled = grouped(chips, *how, *case["grouped"])
+                arguments = target.platform, case.get("dtype")
+                compiled = grouped(chips, *arguments, *case["grouped"])
             elif "scatter" in case:
                 compiled = scatter(chips, *case["scatter"])
             else:
@@ -143,7 +150,7 @@ def main(folder: Path, cases: dict) -> None:
         memory = compiled.memory_analysis()
         result = {
             "name": name,
-            "seconds": round(time.process_time() - started, 1),
+            "seconds": round(time.process_time() - start, 1),
             "memory": {
                 kind: getattr(memory, f"{kind}_size_in_bytes") for kind in KINDS
             },

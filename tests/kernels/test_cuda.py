@@ -1,4 +1,4 @@
-"""The training step as eight H100s would run it, compiled on the CPU.
+"""The training step for eight H100s is compiled on the CPU, and then inspected.
 
     pip install 'jax[cuda13]'
     python -m pytest tests/kernels/test_cuda.py
@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 T = 1024
-# The rows and heads of a GPU, without tensor parallelism.
+# Each GPU has these rows and heads without tensor parallelism.
 ROWS = 2
 HEADS = 4
 COMMON = [
@@ -49,7 +49,7 @@ GPT2 += ["model.max_sequence_length=null", "mesh=fsdp", f"data.batch_size={8 * R
 LLAMA = ["model=llama3_1b", "model.embed_dim=512", "model.mlp_dim=768"]
 LLAMA += ["model.num_kv_heads=2", "mesh=fsdp_tensor", f"data.batch_size={4 * ROWS}"]
 LLAMA += ["model.window=300", "model.layer_pattern=[local,global]"]
-STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
+STEPS = {  # Head dims are 64 and 128, with 4 and 2 key/value heads.
     "gpt2": GPT2,
     "gpt2_unmasked": [*GPT2, "data.document_mask=false"],
     "gpt2_xla": [*GPT2, "model.attention=xla"],
@@ -61,7 +61,7 @@ STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
 }
 FLOAT8 = [*LLAMA, "model.mlp_dim=1024", "model.compute_dtype=float8"]
 PRECISE = [*FLOAT8, "model.num_layers=6", "model.high_precision_layers=[first]"]
-EIGHT_BITS = {  # by both of XLA's ways to multiply
+EIGHT_BITS = {  # XLA multiplies these with Triton or with cuBLAS.
     "float8": {"step": [*COMMON, *FLOAT8]},
     "float8_fsdp": {"step": [*COMMON, *FLOAT8, "mesh=fsdp", "data.batch_size=16"]},
     "float8_cublas": {
@@ -109,7 +109,7 @@ def test_a_step_runs_cudnn_forward_and_backward(compiled, name, expected):
     assert result.error is None
     assert targets(result.text) == expected
     for call in cudnn_calls(result.text):
-        # Causal inside the kernel, which then skips what lies above the diagonal.
+        # A causal kernel skips the blocks above the diagonal.
         assert '"mask_type": "CAUSAL"' in call
 
 
@@ -135,28 +135,29 @@ def test_cudnn_runs_forward_once_where_its_results_are_kept(compiled, name, forw
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_documents_cost_a_mask_of_one_head_and_no_scores(compiled, name):
+def test_documents_need_a_mask_of_one_head_and_no_scores(compiled, name):
     buffers = compiled[name].square_buffers(T)
     assert (ROWS, 1, T, T) in buffers
-    alone = {(ROWS,), (1, ROWS), (ROWS, 1), (), (1,), (1, 1)}
-    if name == "llama":  # a layer chooses its kernel, and keeps its mask (docs/log)
-        alone |= {(layers, ROWS, 1) for layers in (1, 2)}
-    assert {shape[:-2] for shape in buffers} <= alone
+    expected = {(ROWS,), (1, ROWS), (ROWS, 1), (), (1,), (1, 1)}
+    if name == "llama":  # A layer chooses its kernel and saves its mask (docs/log).
+        expected |= {(layers, ROWS, 1) for layers in (1, 2)}
+    assert {shape[:-2] for shape in buffers} <= expected
 
 
-def test_rows_are_multiplied_by_their_experts_matrix_alone(compiled):
-    """Three kernels: forward, and both gradients; XLA's own would expand the rows."""
+def test_rows_are_multiplied_only_by_the_matrix_of_their_expert(compiled):
+    """Three kernels run: forward and both gradients. XLA's would expand the rows."""
     result = compiled["grouped"]
     assert result.error is None
     assert result.text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
     assert result.products() == []
-    rounded = 2 * (8192 * 2048 + 8 * 1024 * 2048)  # cotangent and weight in bfloat16
-    assert result.memory["temp"] < 1.1 * rounded
+    # The cotangent and the weight are rounded to bfloat16.
+    rounded_bytes = 2 * (8192 * 2048 + 8 * 1024 * 2048)
+    assert result.memory["temp"] < 1.1 * rounded_bytes
 
 
 @pytest.mark.parametrize("name", ["gpt2_packed", "llama_packed"])
-def test_documents_by_offsets_pay_no_mask(compiled, name):
-    """Of a loop forward and one backward, however many documents a row has."""
+def test_document_offsets_need_no_mask(compiled, name):
+    """Each pass runs one loop, whatever the number of documents in a row."""
     result = compiled[name]
     assert result.error is None
     assert targets(result.text) == PLAIN
@@ -166,12 +167,12 @@ def test_documents_by_offsets_pay_no_mask(compiled, name):
         assert '"mask_type": "PADDING_CAUSAL"' in call
         assert re.search(r'"max_seg_per_batch": ?2\D', call)
     forward = [call for call in calls if "Backward" not in call]
-    # None is run once more, kept as it was; XLA may take a turn out of the loop back.
+    # No forward kernel runs again. XLA may move one turn out of the backward loop.
     assert len(forward) in (len(calls) / 2, len(calls) / 3)
     assert result.memory["temp"] < compiled[name.split("_")[0]].memory["temp"]
 
 
-def test_rows_of_one_document_pay_no_mask(compiled):
+def test_rows_of_one_document_need_no_mask(compiled):
     assert compiled["gpt2_unmasked"].square_buffers(T) == set()
 
 
@@ -191,8 +192,8 @@ def test_products_have_bfloat16_operands(compiled, name):
     assert {(a, b) for a, b, _ in products} == {("bf16", "bf16")}
 
 
-def test_what_eight_gpus_send_and_compute_is_read(compiled):
-    """Layers gather weights and scatter gradients rounded, over NVLink."""
+def test_the_traffic_and_compute_of_eight_gpus_are_read(compiled):
+    """Layers gather rounded weights and scatter rounded gradients over NVLink."""
     gpu = SimpleNamespace(platform="gpu", process_index=0, device_kind="")
     devices = np.array([gpu] * 8)
     mesh: Any = SimpleNamespace(
@@ -200,55 +201,56 @@ def test_what_eight_gpus_send_and_compute_is_read(compiled):
     )
     module = read_module(compiled["gpt2"].text)
     assert module.unread == []
-    matrices = 2 * (4 * 256 * 256 + 2 * 256 * 768)  # of both layers
-    tables = 4 * (512 + T) * 256  # for lookups
-    head = 2 * 512 * 256  # for the loss
+    matrices = 2 * (4 * 256 * 256 + 2 * 256 * 768)  # Both layers are counted.
+    tables = 4 * (512 + T) * 256  # The lookups gather these.
+    head = 2 * 512 * 256  # The loss gathers this.
     collectives = list_collectives(module, mesh)
     for kind, passes in (("all-gather", 2), ("reduce-scatter", 1)):
-        found = [c for c in collectives if c.kind == kind]
-        sent = sum(c.count * c.payload for c in found)
+        matches = [c for c in collectives if c.kind == kind]
+        payload = sum(c.count * c.payload for c in matches)
         size = passes * 2 * matrices + tables + head
-        assert sent == pytest.approx(size, rel=0.01)  # and vectors
-        assert {c.group.network for c in found} == {"NVLink"}
-    done = count_flops(module.executed)
-    assert done.products == 6 * (matrices + 512 * 256) * ROWS * T
-    assert done.unknown == ()
+        assert payload == pytest.approx(size, rel=0.01)  # Vectors add little.
+        assert {c.group.network for c in matches} == {"NVLink"}
+    flops = count_flops(module.executed)
+    assert flops.products == 6 * (matrices + 512 * 256) * ROWS * T
+    assert flops.unknown == ()
 
 
 @pytest.mark.parametrize("name", ["float8", "float8_fsdp"])
 def test_linear_layers_multiply_float8_and_the_head_bfloat16(compiled, name):
-    """All three products of each layer, and none as bfloat16 behind a conversion."""
+    """All three products of a layer are float8, none bfloat16 after a conversion."""
     result = compiled[name]
     assert result.error is None
     pairs = [("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2"), ("f8e5m2", "f8e4m3fn")]
     assert {*result.of_linear_layers()} == {*pairs}
     assert ("bf16", "bf16") in {(a, b) for a, b, _ in result.products()}
-    done = count_flops(read_module(result.text).executed)
+    flops = count_flops(read_module(result.text).executed)
     head = 512 * 512
-    wide = 512 * 1024
-    matrices = 2 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * wide)  # of both layers
-    assert done.eight_bits * head == (done.products - done.eight_bits) * matrices
+    mlp_matrix = 512 * 1024
+    # Both layers are counted.
+    matrices = 2 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * mlp_matrix)
+    assert flops.eight_bits * head == (flops.products - flops.eight_bits) * matrices
 
 
 def test_weights_travel_in_float8(compiled):
-    """Those of layers' matrices, forward and backward; the head alone does not."""
+    """Layers gather float8 matrices in both passes. The head alone uses bfloat16."""
     lines = compiled["float8_fsdp"].text.splitlines()
-    gathered = "".join(line for line in lines if " all-gather-done(" in line)
-    assert gathered.count("f8e4m3fn[") >= 2 * 7
-    assert gathered.count("bf16[") == 1
+    gathers = "".join(line for line in lines if " all-gather-done(" in line)
+    assert gathers.count("f8e4m3fn[") >= 2 * 7
+    assert gathers.count("bf16[") == 1
 
 
 def test_cublas_multiplies_float8_where_triton_does_not(compiled):
     text = compiled["float8_cublas"].text
-    found = {kind: text.count(f'custom_call_target="{kind}"') for kind in CUBLAS}
-    assert found[CUBLAS[0]] == 3  # of the head
-    done = count_flops(read_module(text).executed)
-    assert found[CUBLAS[1]] >= 7 * 3
-    assert done == count_flops(read_module(compiled["float8"].text).executed)
+    counts = {kind: text.count(f'custom_call_target="{kind}"') for kind in CUBLAS}
+    assert counts[CUBLAS[0]] == 3  # The head has three.
+    flops = count_flops(read_module(text).executed)
+    assert counts[CUBLAS[1]] >= 7 * 3
+    assert flops == count_flops(read_module(compiled["float8"].text).executed)
 
 
 def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
-    """In branches: as often as they are taken, five of six layers multiply float8."""
+    """Branches count as often as they are taken: five of six layers multiply float8."""
     result = compiled["float8_precise"]
     assert result.error is None
     pairs = [("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2"), ("f8e5m2", "f8e4m3fn")]
@@ -259,12 +261,12 @@ def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
         layer_pattern=("local", "global"),
         high_precision_layers=("first",),
     )
-    done = count_flops(read_module(result.text, model).executed)
+    flops = count_flops(read_module(result.text, model).executed)
     head = 512 * 512
-    wide = 512 * 1024
-    matrices = 2 * 512 * 512 + 2 * 512 * 256 + 3 * wide  # of a layer
-    assert done.eight_bits * (head + matrices) == (
-        (done.products - done.eight_bits) * 5 * matrices
+    mlp_matrix = 512 * 1024
+    matrices = 2 * 512 * 512 + 2 * 512 * 256 + 3 * mlp_matrix  # One layer is counted.
+    assert flops.eight_bits * (head + matrices) == (
+        (flops.products - flops.eight_bits) * 5 * matrices
     )
 
 
@@ -273,7 +275,7 @@ def test_experts_multiply_float8(compiled):
     assert result.error is None
     assert result.text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
     executed = read_module(result.text).executed
-    inner = (i for each in executed for i in each.instruction.with_nested)
+    inner = (i for entry in executed for i in entry.instruction.with_nested)
     assert all(map(has_eight_bits, filter(is_kernel, inner)))
 
 
@@ -300,11 +302,11 @@ print(text.count("fmhaSoftmaxBackward"), text.count("force_deterministic"))
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_every_backward_kernel_is_asked_to_be_deterministic(deterministic):
-    """XLA asks only the first of equal calls, and the step crashes at the others."""
-    found = subprocess.run(
+    """XLA asks only the first of equal calls, and a step crashes at the others."""
+    completed = subprocess.run(
         [sys.executable, "-c", GRADIENT, str(deterministic)],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert found.stdout.split() == ["2", "2" if deterministic else "0"]
+    assert completed.stdout.split() == ["2", "2" if deterministic else "0"]

@@ -1,4 +1,4 @@
-"""The training step as a TPU would run it, compiled on the CPU.
+"""The training step for a TPU is compiled on the CPU, and then inspected.
 
 pip install libtpu
 python -m pytest tests/kernels/test_tpu.py
@@ -34,7 +34,7 @@ COMMON = [
 GPT2 = ["model=gpt2_124m", "model.embed_dim=256", "model.max_sequence_length=null"]
 LLAMA = ["model=llama3_1b", "model.embed_dim=512", "model.num_kv_heads=2"]
 LLAMA += ["model.mlp_dim=768", "mesh=fsdp_tensor", "data.batch_size=4"]
-STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
+STEPS = {  # Head dims are 64 and 128, with 4 and 2 key/value heads.
     "gpt2": [*GPT2, "mesh=fsdp", "data.batch_size=8"],
     "llama": LLAMA,
     "llama_xla": [*LLAMA, "model.attention=xla"],
@@ -42,7 +42,8 @@ STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
 INT8 = [*LLAMA, "mesh=fsdp", "data.batch_size=8", "model.compute_dtype=int8"]
 CHIPS = {"v5e": "v5e-8", "v5p": "v5p-8", "v6e": "v6e-8"}
 KERNELS = [(chip, 4096, head_dim) for chip in CHIPS for head_dim in (64, 128)]
-SCATTERS = [("v5e-8", [50304, 768], 1), ("v5e-64", [128256, 2048], 2)]  # steps
+# The last item is the number of steps.
+SCATTERS = [("v5e-8", [50304, 768], 1), ("v5e-64", [128256, 2048], 2)]
 PARTS = {"splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq"}
 
 
@@ -83,7 +84,7 @@ def compiled(compile_cases):
 
 
 def splash_calls(text: str) -> set[str]:
-    """Which of splash's kernels a program calls."""
+    """Return the splash kernels that a program calls."""
     calls = [line for line in text.splitlines() if '"tpu_custom_call"' in line]
     return {part for part in PARTS for line in calls if part in line.split("=")[0]}
 
@@ -119,8 +120,8 @@ def test_splash_fits_into_vector_memory(compiled, chip, length, head_dim):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_rows_are_multiplied_by_their_experts_matrix_alone(compiled, chip):
-    """Three kernels: forward, and both gradients; none is XLA's, over all experts."""
+def test_rows_are_multiplied_only_by_the_matrix_of_their_expert(compiled, chip):
+    """Three kernels run: forward and both gradients. None is XLA's over all experts."""
     result = compiled[f"{chip}_grouped"]
     assert result.error is None
     assert result.text.count('custom_call_target="tpu_custom_call"') == 3
@@ -128,36 +129,38 @@ def test_rows_are_multiplied_by_their_experts_matrix_alone(compiled, chip):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_linear_layers_multiply_int8_but_for_the_weights_gradient(compiled, chip):
+def test_linear_layers_multiply_int8_except_for_weight_gradients(compiled, chip):
     result = compiled[f"{chip}_int8"]
     assert result.error is None
     weights = 7
-    found = Counter(result.of_linear_layers())
-    assert found == {("s8", "s8"): 2 * weights, ("bf16", "bf16"): weights}
-    done = count_flops(read_module(result.text).executed)
-    rows = 2 if chip == "v5p" else 1  # of a device; v5p-8 has four
+    counts = Counter(result.of_linear_layers())
+    assert counts == {("s8", "s8"): 2 * weights, ("bf16", "bf16"): weights}
+    flops = count_flops(read_module(result.text).executed)
+    rows = 2 if chip == "v5p" else 1  # These are per device. v5p-8 has four.
     head = 6 * 512 * 512 * T * rows
-    assert done.eight_bits == pytest.approx(2 / 3 * (done.products - head))
-    gathered = re.findall(r"= \(?(\w+)\[\d+,[\d,]+\][^=\n]* all-gather", result.text)
-    assert gathered.count("s8") >= 2 * weights
+    assert flops.eight_bits == pytest.approx(2 / 3 * (flops.products - head))
+    gathered_dtypes = re.findall(
+        r"= \(?(\w+)\[\d+,[\d,]+\][^=\n]* all-gather", result.text
+    )
+    assert gathered_dtypes.count("s8") >= 2 * weights
 
 
 def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
-    """In branches: as often as they are taken, four of six layers multiply int8."""
+    """Branches count as often as they are taken: four of six layers multiply int8."""
     result = compiled["precise"]
     weights = 7
     assert result.error is None
-    found = Counter(result.of_linear_layers())
-    assert found == {("s8", "s8"): 2 * weights, ("bf16", "bf16"): 4 * weights}
+    counts = Counter(result.of_linear_layers())
+    assert counts == {("s8", "s8"): 2 * weights, ("bf16", "bf16"): 4 * weights}
     model = ModelConfig(num_layers=6, high_precision_layers=("first", "last"))
-    done = count_flops(read_module(result.text, model).executed)
-    layers = done.products - 6 * 512 * 512 * T
-    assert done.eight_bits == pytest.approx(2 / 3 * 4 / 6 * layers)
+    flops = count_flops(read_module(result.text, model).executed)
+    layers = flops.products - 6 * 512 * 512 * T
+    assert flops.eight_bits == pytest.approx(2 / 3 * 4 / 6 * layers)
 
 
 @pytest.mark.parametrize(("target", "table", "steps"), SCATTERS)
 def test_a_tables_gradient_is_scattered_in_every_step(compiled, target, table, steps):
-    """Its columns lie along lanes, of which XLA:TPU scatters none."""
+    """The table's columns lie along lanes, which XLA:TPU does not scatter."""
     result = compiled[f"scatter_{target}"]
     assert result.error is None
     assert len(re.findall(r" reduce-scatter\(", result.text)) == steps

@@ -1,4 +1,4 @@
-"""A checkout whose code travels."""
+"""Fixture: a git checkout from which an archive of the code is made."""
 
 import subprocess
 from pathlib import Path
@@ -7,15 +7,15 @@ import pytest
 
 
 def git(folder: Path, *words: str) -> None:
-    who = ["-c", "user.name=n", "-c", "user.email=e@e"]
-    subprocess.run(["git", "-C", str(folder), *who, *words], check=True)
+    identity = ["-c", "user.name=n", "-c", "user.email=e@e"]
+    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True)
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A small program in git, with what must not travel beside it."""
+    """Make a small program in git, next to files that must not be packed."""
     root = tmp_path / "checkout"
-    kept = {
+    files = {
         "train/__init__.py": "",
         "train/step.py": "old = 1\n",
         "train/gone.py": "",
@@ -27,7 +27,7 @@ def checkout(tmp_path: Path) -> Path:
         ".gitignore": "__pycache__/\nruns/\nmine.yaml\n",
         ".ci/run.py": "",
     }
-    for name, text in kept.items():
+    for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     git(root, "init", "-q")

@@ -1,7 +1,7 @@
-"""Kubernetes as far as a JobSet of ours needs it, played by its published rules.
+"""A model of the parts of Kubernetes that run a JobSet, by its published rules.
 
-What the kubelet makes of commands and variables; what the Job controller and JobSet do
-when a pod ends; what the API server refuses.
+It covers three things: how the kubelet expands commands and variables, what the Job
+controller and JobSet do when a pod ends, and which documents the API server refuses.
 """
 
 import functools
@@ -22,7 +22,7 @@ CRDS = "LONGHAUL_CRDS"
 def expanded(text: str, variables: Mapping[str, str]) -> str:
     """Expand `$(NAME)` as the kubelet does in `command`, `args` and `env`.
 
-    `$$` is a `$` that means nothing more; what is not known stays as it stands.
+    `$$` becomes a literal `$`. A reference to an unknown variable stays unchanged.
     Source: the API's documentation of Container.args and EnvVar.value.
     """
 
@@ -35,7 +35,7 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 
 
 class Pod:
-    """One pod of a JobSet, by the indices of its Job and of itself."""
+    """One pod of a JobSet, given by the index of its Job and its own index."""
 
     def __init__(self, manifest: Mapping[str, Any], job: int = 0, index: int = 0):
         replicated = manifest["spec"]["replicatedJobs"][0]
@@ -50,7 +50,7 @@ class Pod:
             ),
         }
         self.hostname = f"{name}-{replicated['name']}-{job}-{index}.{name}"
-        # The Job controller's, and those of every pod.
+        # The Job controller sets the first; every pod has the second.
         self.variables = {"JOB_COMPLETION_INDEX": f"{index}"}
         self.variables["KUBERNETES_SERVICE_HOST"] = "10.0.0.1"
         for variable in container.get("env", ()):
@@ -67,7 +67,9 @@ class Pod:
 
 
 def after(manifest: Mapping[str, Any], code: int | None) -> str:
-    """Say what is done to a JobSet when a pod ends with a code; None: its node is lost.
+    """Return the action on a JobSet after a pod ends with a code.
+
+    None means that its node is lost.
 
     Sources: kubernetes, pkg/controller/job/pod_failure_policy.go; jobset,
     pkg/controllers/failure_policy.go.
@@ -87,8 +89,8 @@ def after(manifest: Mapping[str, Any], code: int | None) -> str:
         if code in codes["values"] or (
             code is None and lost in rule.get("onPodConditions", ())
         ):
-            what = f"failed with exit code {code}" if code else "has condition Disrupt"
-            message = f"Container train for pod default/x {what}"
+            cause = f"failed with exit code {code}" if code else "has condition Disrupt"
+            message = f"Container train for pod default/x {cause}"
             message += f" matching FailJob rule at index {index}"
             reason = "PodFailurePolicy"
             break
@@ -102,10 +104,11 @@ def after(manifest: Mapping[str, Any], code: int | None) -> str:
 
 
 def refused(document: Mapping[str, Any]) -> list[str]:
-    """List what the API server would refuse, unknown fields too.
+    """Return the errors for which the API server would refuse a document.
 
-    The schemas are those of the projects' CRDs: in the folder that LONGHAUL_CRDS names,
-    or in `shared/crds` beside the checkout.
+    An unknown field is an error too. The schemas are those of the projects' CRDs. They
+    are in the folder that LONGHAUL_CRDS names, or in `shared/crds` next to the
+    checkout.
     """
     jsonschema = pytest.importorskip("jsonschema")
     version = document["apiVersion"].rpartition("/")[2]
@@ -116,19 +119,19 @@ def refused(document: Mapping[str, Any]) -> list[str]:
 
 @functools.cache
 def _schemas() -> dict[str, dict[str, Any]]:
-    known = [os.environ.get(CRDS), REPOSITORY.parent / "shared" / "crds"]
-    folders = [Path(folder) for folder in known if folder and Path(folder).is_dir()]
+    paths = [os.environ.get(CRDS), REPOSITORY.parent / "shared" / "crds"]
+    folders = [Path(folder) for folder in paths if folder and Path(folder).is_dir()]
     if not folders:
         pytest.skip(f"needs the CRDs of JobSet and Kueue in a folder, {CRDS}")
-    found = {}
+    schemas = {}
     for file in folders[0].glob("*.yaml"):
         spec = yaml.load(file.read_text(), yaml.CSafeLoader)["spec"]
-        found[spec["names"]["kind"]] = {
+        schemas[spec["names"]["kind"]] = {
             version["name"]: _strict(version["schema"]["openAPIV3Schema"])
             for version in spec["versions"]
             if version["served"]
         }
-    return found
+    return schemas
 
 
 _METADATA = {
@@ -144,15 +147,15 @@ _METADATA = {
 
 
 def _strict(schema: Any, key: str = "") -> Any:
-    """Give JSON Schema that means what a structural schema of Kubernetes does."""
+    """Return the JSON Schema equivalent to a structural schema of Kubernetes."""
     if isinstance(schema, list):
         return [_strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if key == "metadata" and schema == {"type": "object"}:
         return _METADATA
-    own = {k: v for k, v in schema.items() if k not in ("description", "properties")}
-    strict = {k: _strict(v) for k, v in own.items()}
+    rules = {k: v for k, v in schema.items() if k not in ("description", "properties")}
+    strict = {k: _strict(v) for k, v in rules.items()}
     if "properties" in schema:
         strict["properties"] = {
             k: _strict(v, k) for k, v in schema["properties"].items()

@@ -1,14 +1,14 @@
-"""A `gcloud` that plays Cloud TPU's queued resources on this machine.
+"""A `gcloud` that simulates Cloud TPU's queued resources on this machine.
 
-What it knows lies in the folder that FAKE_GCLOUD names:
+Its state is in the folder that FAKE_GCLOUD names:
 
-    plan.json     what each creation leads to: a list of states that `describe` finds,
-                  one after the other; `FAILED 8 why`; or `!why`: create itself fails
-    state.json    the resources there are
+    plan.json     for each creation, the states that `describe` finds one after the
+                  other, for example `FAILED 8 why`; with `!why`, create itself fails
+    state.json    the resources that exist
     calls.jsonl   the arguments of each call
     vm/<name>/    the home of each VM; its processes have FAKE_VM=<name>
-    bin/          the first programs of the VMs' PATH
-    offline       while it is there, ssh and scp do not come through
+    bin/          the folder that is first on the VMs' PATH
+    offline       while this file exists, ssh and scp fail
 """
 
 import fcntl
@@ -44,7 +44,7 @@ def _error(verb: str, why: str) -> int:
 
 @contextmanager
 def state_of(folder: Path) -> Iterator[dict]:
-    """Read what there is, alone, and write it again."""
+    """Read the state under a lock, and write it back afterwards."""
     with (folder / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         file = folder / "state.json"
@@ -60,9 +60,9 @@ def _create(folder: Path, words: list[str], flags: dict[str, str]) -> int:
     with state_of(folder) as state:
         if name in state:
             return _error("create", "ALREADY_EXISTS: Resource already exists")
-        made = state.setdefault("#made", 0)
+        creations = state.setdefault("#made", 0)
         state["#made"] += 1
-        states = plan[min(made, len(plan) - 1)]
+        states = plan[min(creations, len(plan) - 1)]
         if states[0].startswith("!"):
             return _error("create", states[0][1:])
         prefix = flags.get("--node-prefix", name)
@@ -79,18 +79,18 @@ def _describe(folder: Path, words: list[str], flags: dict[str, str]) -> int:
         if name not in state:
             return _error("describe", f"NOT_FOUND: Resource '{name}' was not found")
         resource = state[name]
-        now, *rest = resource["states"]
-        resource["states"] = rest or [now]
+        now, *later_states = resource["states"]
+        resource["states"] = later_states or [now]
         word, _, why = now.partition(" ")
-        told = {"state": word}
+        state_fields = {"state": word}
         if word == "FAILED":
             code, _, why = why.partition(" ")
-            told["failedData"] = {"error": {"code": int(code), "message": why}}
+            state_fields["failedData"] = {"error": {"code": int(code), "message": why}}
         if word == "SUSPENDED":
-            told["stateInitiator"] = "SERVICE"
+            state_fields["stateInitiator"] = "SERVICE"
         resource["now"] = word
-        about = {"name": name, "state": told}
-    print(json.dumps(about))
+        description = {"name": name, "state": state_fields}
+    print(json.dumps(description))
     return 0
 
 
@@ -113,7 +113,7 @@ def _vms(resource: dict) -> list[str]:
 
 
 def end_vm(folder: Path, vm: str) -> None:
-    """Take a VM away, with all that runs there and lies there."""
+    """Remove a VM, with its processes and its files."""
     marks = f"FAKE_VM={vm}\0".encode(), f"FAKE_GCLOUD={folder}\0".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -126,7 +126,7 @@ def end_vm(folder: Path, vm: str) -> None:
 
 
 def preempt(folder: Path, name: str) -> None:
-    """Take all VMs of a resource back, as spot machines are."""
+    """Preempt all VMs of a resource, as happens to spot machines."""
     with state_of(folder) as state:
         state[name]["states"] = ["SUSPENDING", "SUSPENDED"]
         state[name]["now"] = "SUSPENDING"
@@ -135,7 +135,7 @@ def preempt(folder: Path, name: str) -> None:
 
 
 def _chosen(folder: Path, name: str, flags: dict[str, str]) -> list[str] | None:
-    """Give the VMs that a command is for; None: they cannot be reached."""
+    """Return the VMs that a command is for, or None if they cannot be reached."""
     with state_of(folder) as state:
         resource = state.get(name)
     if resource is None or resource.get("now") != "ACTIVE":
@@ -159,15 +159,15 @@ def _ssh(folder: Path, words: list[str], flags: dict[str, str]) -> int:
         home.mkdir(parents=True, exist_ok=True)
         env = {**os.environ, "HOME": str(home), "FAKE_VM": vm}
         env["PATH"] = f"{folder}/bin:{os.environ['PATH']}"
-        # What gcloud does: the command is split at spaces, and ssh joins it again.
+        # The real gcloud splits the command at spaces too, and ssh joins it again.
         line = " ".join(flags["--command"].split(" "))
         codes.append(subprocess.run(["bash", "-c", line], cwd=home, env=env).returncode)
     return max(codes)
 
 
 def _scp(folder: Path, words: list[str], flags: dict[str, str]) -> int:
-    *files, there = words
-    name, _, path = there.partition(":")
+    *files, target = words
+    name, _, path = target.partition(":")
     vms = _chosen(folder, name, flags)
     if vms is None:
         return _error("scp", "Could not SSH into the instance.")
@@ -186,8 +186,8 @@ _UNAME = '#!/bin/sh\n[ "$*" = -n ] && exec echo "$FAKE_VM"\nexec /usr/bin/uname 
 
 
 def install(folder: Path, plan: list[list[str]]) -> Path:
-    """Make the folder; give the one that is to be the first on the PATH."""
-    from tests.launch.hostile import program  # the fake itself has no packages
+    """Make the folder, and return the one that must be first on the PATH."""
+    from tests.launch.hostile import program  # the fake itself runs without packages
 
     (folder / "vm").mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(plan))
@@ -199,14 +199,14 @@ def install(folder: Path, plan: list[list[str]]) -> Path:
 
 
 def calls(folder: Path) -> list[list[str]]:
-    """Give the arguments of each call so far."""
+    """Return the arguments of each call so far."""
     file = folder / "calls.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def resources(folder: Path) -> list[str]:
-    """Name the resources there are: what costs money."""
+    """Return the names of the existing resources, which would cost money."""
     with state_of(folder) as state:
         return [name for name in state if not name.startswith("#")]
 

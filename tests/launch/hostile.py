@@ -1,4 +1,4 @@
-"""Values that a careless launcher would run, split, expand or lose."""
+"""Values that a careless launcher would execute, split, expand or lose."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ VALUES = (
 
 
 def program(file: Path, text: str) -> Path:
-    """Write a program."""
+    """Write an executable file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     file.chmod(0o755)
@@ -24,9 +24,9 @@ def program(file: Path, text: str) -> Path:
 
 
 def argument_printer(folder: Path, name: str = "python") -> Path:
-    """Write a program that appends its arguments to `arguments.jsonl` beside it.
+    """Write a program that appends its arguments to `arguments.jsonl` next to it.
 
-    It stands for the interpreter, or for a cluster's own command, on the PATH.
+    It replaces the interpreter, or a command of a cluster, on the PATH.
     """
     write = f"open({str(folder / 'arguments.jsonl')!r}, 'a').write"
     text = f"#!{sys.executable}\nimport json, sys\n{write}(json.dumps(sys.argv[1:])"
@@ -34,6 +34,6 @@ def argument_printer(folder: Path, name: str = "python") -> Path:
 
 
 def printed(folder: Path) -> list[list[str]]:
-    """Give the arguments of each call."""
+    """Return the arguments of each call."""
     lines = (folder / "arguments.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

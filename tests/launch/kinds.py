@@ -1,4 +1,4 @@
-"""What tests of several kinds share: a job, clusters with their keys, an attempt."""
+"""A job, clusters with their keys, and an attempt, for tests of all cluster kinds."""
 
 import io
 import tarfile
@@ -135,12 +135,12 @@ def manifest(cluster: Any, job: Job = JOB) -> dict[str, Any]:
 
 def contents(packed: bytes) -> dict[str, bytes]:
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-        read = {m.name: tar.extractfile(m) for m in tar}
-        return {name: file.read() for name, file in read.items() if file is not None}
+        files = {m.name: tar.extractfile(m) for m in tar}
+        return {name: file.read() for name, file in files.items() if file is not None}
 
 
 class Played:
-    """An attempt that ends with these codes, or with others if it is stopped."""
+    """An attempt that ends with given codes, or with other codes if it is stopped."""
 
     def __init__(self, codes, stopped=None):
         self.codes = codes

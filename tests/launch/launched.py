@@ -1,4 +1,4 @@
-"""A run that `python -m launch` keeps going somewhere, as its user sees it."""
+"""A run that `python -m launch` starts and restarts, as its user sees it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.drills.run import Run
 from tests.fleet import REPOSITORY, TINY, Fleet, of_text, write_text
 
 STEPS = 600
-TIMEOUT_S = 1200  # a machine that is four times slower passes too
+TIMEOUT_S = 1200  # long enough for a machine that is four times slower
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -40,15 +40,15 @@ def launch(
 def says(
     folder: Path, *arguments: str, code: int = 0, environment: Mapping = NOTHING
 ) -> str:
-    """Run `python -m launch` to its end, and return what it said."""
+    """Run `python -m launch` to its end, and return its output."""
     process = launch(folder, *arguments, environment=environment)
-    said = process.communicate(timeout=TIMEOUT_S)[0]
-    assert process.returncode == code, said
-    return said
+    output = process.communicate(timeout=TIMEOUT_S)[0]
+    assert process.returncode == code, output
+    return output
 
 
 class LaunchedRun:
-    """One run, in a folder of its own."""
+    """One run in its own folder."""
 
     def __init__(
         self,
@@ -58,14 +58,15 @@ class LaunchedRun:
         num_steps: int = STEPS,
         environment: Mapping[str, str] = NOTHING,
     ):
-        """Describe it; nothing is started.
+        """Describe the run without starting anything.
 
         Args:
-            folder: where the commands are typed.
-            kind: the keys of the cluster.
-            name: of the run.
-            num_steps: more than it does while commands are typed, which take seconds.
-            environment: more of it, of the commands.
+            folder: The working directory of the commands.
+            kind: The keys of the cluster.
+            name: The name of the run.
+            num_steps: The length of the run. It must outlast the commands, each of
+                which takes seconds.
+            environment: Additional environment variables of the commands.
         """
         folder.mkdir(exist_ok=True)
         self.folder = write_text(folder)
@@ -96,7 +97,7 @@ class LaunchedRun:
         return self.run.path / f"launch/{number}"
 
     def kill_supervisor(self, number: int) -> None:
-        """Kill the process that keeps it going, as if its machine went down."""
+        """Kill the supervisor of a submission, as if its machine went down."""
         record = json.loads((self.submission(number) / "record.json").read_text())
         os.kill(record["handle"]["pid"], signal.SIGKILL)
 
@@ -112,12 +113,12 @@ class LaunchedRun:
 
     def await_steps(self, more: int = 5) -> None:
         first = self.run.step
-        ended = self.run.path / "results.json"
-        self.await_that(lambda: self.run.step >= first + more or ended.exists())
+        results = self.run.path / "results.json"
+        self.await_that(lambda: self.run.step >= first + more or results.exists())
         assert self.run.step >= first + more, "it ended first: give it more num_steps"
 
     def await_attempts(self, attempts: int = 1, number: int = 1) -> dict[str, Any]:
-        """Wait until so many attempts of a submission have ended; return the last."""
+        """Wait until n attempts of a submission have ended, and return the last."""
         file = self.submission(number) / "attempts.jsonl"
         self.await_that(
             lambda: file.exists() and file.read_text().count("\n") >= attempts
@@ -125,8 +126,11 @@ class LaunchedRun:
         return json.loads(file.read_text().splitlines()[attempts - 1])
 
     def processes(self, variable: str = "RANK") -> dict[int, int]:
-        """Return the processes that train here, by the rank that a variable says."""
-        found = {}
+        """Return the process ids of the training processes by rank.
+
+        The variable holds the rank.
+        """
+        pids = {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 words = (entry / "cmdline").read_bytes().decode().split("\0")
@@ -135,17 +139,18 @@ class LaunchedRun:
                 continue
             if words[3:4] == ["train"] and f'run.dir="{self.run.path}"' in words:
                 ranks = [v for v in variables if v.startswith(f"{variable}=")]
-                found[int([*ranks, "=0"][0].partition("=")[2])] = int(entry.name)
-        return found
+                pids[int([*ranks, "=0"][0].partition("=")[2])] = int(entry.name)
+        return pids
 
     def straight(self, count: int) -> Run:
-        """Return the same run of so many processes, undisturbed, by no launcher."""
+        """Run the same training undisturbed, with n processes and no launcher."""
         folder = self.folder.parent / "straight"
         folder.mkdir(exist_ok=True)
         run = Run(folder / "run", (), {})
-        own = {"XDG_CACHE_HOME": f"{folder}/cache"}
-        own["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"  # compiled as what is launched
-        there = (*self._training, *of_text(write_text(folder)), f"run.dir={run.path}")
-        fleet = Fleet(folder / "logs", there, count, environment=own)
+        variables = {"XDG_CACHE_HOME": f"{folder}/cache"}
+        # This run compiles like the launched one.
+        variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
+        words = (*self._training, *of_text(write_text(folder)), f"run.dir={run.path}")
+        fleet = Fleet(folder / "logs", words, count, environment=variables)
         assert fleet.wait(TIMEOUT_S) == [0] * count, fleet.said()
         return run

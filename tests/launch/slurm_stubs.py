@@ -1,4 +1,4 @@
-"""Stubs of Slurm's commands, and of the interpreter, for its job script."""
+"""Stubs of Slurm's commands and of the interpreter, for the job script."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.launch.hostile import program
 
-# srun runs its command as so many processes, and gives the highest of their codes.
+# srun runs its command as `tasks` processes, and exits with the highest code.
 SRUN = """
 while [[ $1 == --* ]]; do
 	[[ $1 != --ntasks=* ]] || tasks=${1#*=}
@@ -22,7 +22,7 @@ for ((i = 0; i < tasks; i++)); do
 done
 exit $highest
 """
-# What scontrol says of the job stands in a file; what it is told goes into another.
+# scontrol reads its answer about the job from a file, and logs its orders to another.
 SCONTROL = """
 case "$*" in
 "show hostnames n3"*) echo n3 ;;
@@ -32,7 +32,7 @@ case "$*" in
 *) echo "$*" >>"$0.told" ;;
 esac
 """
-# A program that ends as it is told, in the words of a shell; null kills its shell too.
+# The interpreter ends with the code in a file; null kills its shell too.
 PYTHON = """
 if [[ " $* " == *" train.status "* ]]; then
 	step=$(<"$0.step")
@@ -47,7 +47,7 @@ exit "$code"
 
 
 class Stubs:
-    """Slurm's commands, and the interpreter, as the script finds them."""
+    """Slurm's commands and the interpreter, in a folder for the script's PATH."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -66,15 +66,15 @@ class Stubs:
         restarts: int = 0,
         preempted: str = "None",
     ) -> None:
-        said = f"JobId=7 JobName=x JobState={state} Reason={reason} Dependency=(null) "
-        said += f"Requeue=1 Restarts={restarts} PreemptEligibleTime=2030-01-02T03:04:05"
-        said += f" PreemptTime={preempted} SuspendTime=None\n"
-        (self.bin / "scontrol.job").write_text(said)
+        text = f"JobId=7 JobName=x JobState={state} Reason={reason} Dependency=(null) "
+        text += f"Requeue=1 Restarts={restarts} PreemptEligibleTime=2030-01-02T03:04:05"
+        text += f" PreemptTime={preempted} SuspendTime=None\n"
+        (self.bin / "scontrol.job").write_text(text)
 
     def run(self, text: str, **more: str) -> subprocess.CompletedProcess[str]:
-        told = self.bin / "scontrol.told"
-        told.unlink(missing_ok=True)
-        told.touch()
+        orders = self.bin / "scontrol.told"
+        orders.unlink(missing_ok=True)
+        orders.touch()
         env = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}"}
         env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", **more}
         return subprocess.run(
@@ -88,7 +88,7 @@ class Stubs:
         step: int | None = None,
         **more: str,
     ) -> int:
-        """Run the script while processes end with these codes; give its own."""
+        """Run the script with processes that end with these codes; return its code."""
         (self.bin / "python.step").write_text(json.dumps(step))
         (self.bin / "python.codes").write_text(" ".join(map(json.dumps, codes)))
         return self.run(text, **more).returncode

@@ -1,4 +1,4 @@
-"""What holds for every kind of cluster: presets, golden files, mistakes, plans."""
+"""Every kind of cluster: presets, golden files, mistakes and plans."""
 
 import sys
 from dataclasses import replace
@@ -34,20 +34,20 @@ from train.cli.command import config_yaml
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_rendered(name, monkeypatch):
+def test_rendered_files_equal_the_golden_files(name, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/venv/bin/python")
     equals_golden(name, render(GOLDEN[name]))
 
 
 @pytest.mark.parametrize("cluster", [*GOLDEN.values(), *OTHERS], ids=kind_of)
-def test_what_can_be_is_accepted(cluster):
+def test_valid_clusters_are_accepted(cluster):
     assert mistakes(cluster) == []
     jobset = render(cluster).files.get("jobset.yaml")
     assert jobset is None or refused(yaml.safe_load(jobset)) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_presets_tell_all_keys_with_their_defaults(kind):
+def test_presets_list_all_keys_with_their_defaults(kind):
     preset = yaml.safe_load((REPOSITORY / f"configs/cluster/{kind}.yaml").read_text())
     defaults = yaml.safe_load(config_yaml(KINDS[kind]()))
     without_effect = {"backoff_s"} if kind.startswith("gke") else set()
@@ -100,7 +100,7 @@ def test_presets_tell_all_keys_with_their_defaults(kind):
         (SkypilotCluster(image="a/b:c"), {"image": None}, "accelerators", "say H100:8"),
     ],
 )
-def test_what_cannot_be_is_refused(cluster, changes, key, rule):
+def test_invalid_keys_are_refused(cluster, changes, key, rule):
     assert mistakes(cluster) == []
     (mistake,) = mistakes(replace(cluster, **changes))
     assert mistake.key == f"cluster.{key}"
@@ -109,7 +109,7 @@ def test_what_cannot_be_is_refused(cluster, changes, key, rule):
 
 
 @pytest.mark.parametrize("cluster", [TPU, GPU, TPU_VM, SKY], ids=kind_of)
-def test_a_run_lies_where_its_machines_see_it(cluster):
+def test_run_dir_must_be_visible_to_the_machines(cluster):
     (mistake,) = mistakes(cluster, "/runs/a")
     assert mistake.key == "run.dir"
     assert f"cluster={kind_of(cluster)} " in mistake.rule
@@ -136,7 +136,7 @@ def test_the_plan_is_made_for_the_machine(cluster, machine):
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_hostile_names_of_runs(value):
+def test_hostile_names_of_runs_render_valid_documents(value):
     job = replace(JOB, name=job_name(value, f"gs://bucket/{value}"))
     for cluster in (TPU, GPU):
         document = yaml.safe_load(render(cluster, job).files["jobset.yaml"])
@@ -168,19 +168,19 @@ def test_hostile_names_of_runs(value):
             ],
             'export A_B="$C"\nsky jobs launch --name ',
             "/out/task.yaml\n",
-            # What asks it to stop is looked for where `action=stop` would put it.
+            # The job looks for a stop request where `action=stop` would put it.
             ["disk_size: 512", "--folder s3://nowhere/runs/a/launch/by-hand "],
         ),
     ],
 )
-def test_through_the_door(tmp_path, arguments, start, end, held):
-    """Presets, tables on the command line, and no store or cluster asked."""
+def test_render_asks_no_store_and_no_cluster(tmp_path, arguments, start, end, held):
+    """The command renders presets and tables without a PATH or a reachable store."""
     pytest.importorskip("s3fs")
-    own = ["action=render", "run.dir=s3://nowhere/runs/a", f"output={tmp_path}/out"]
-    own += ["cluster.environment.SAID=hello", "tracker.wandb.project=$(A)"]
-    own += ["plan_first=false"]
-    said = says(tmp_path, *arguments, *own, environment={"PATH": "/nowhere"})
-    first, _, output = said.partition("\n")
+    keys = ["action=render", "run.dir=s3://nowhere/runs/a", f"output={tmp_path}/out"]
+    keys += ["cluster.environment.SAID=hello", "tracker.wandb.project=$(A)"]
+    keys += ["plan_first=false"]
+    stdout = says(tmp_path, *arguments, *keys, environment={"PATH": "/nowhere"})
+    first, _, output = stdout.partition("\n")
     assert first.startswith("# No plan was made (plan_first=false): ")
     assert output.startswith(start)
     assert output.endswith(end)

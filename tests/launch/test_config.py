@@ -1,4 +1,4 @@
-"""What the keys of a cluster may be, whichever kind it is."""
+"""Invalid keys of a cluster are named, for every kind."""
 
 import re
 from dataclasses import asdict
@@ -20,16 +20,16 @@ from train.cli.schema import convert
     ],
 )
 def test_a_key_out_of_its_bounds_is_named(kind, key, value, rule):
-    right = asdict(KINDS[kind]())
-    assert convert(right, KINDS[kind])[1] == []
-    config, (mistake,) = convert({**right, key: value}, KINDS[kind])
+    defaults = asdict(KINDS[kind]())
+    assert convert(defaults, KINDS[kind])[1] == []
+    config, (mistake,) = convert({**defaults, key: value}, KINDS[kind])
     assert (mistake.key, mistake.value) == (key, value)
     assert re.search(rule, mistake.rule.replace("\n", " "))
-    assert config == KINDS[kind]()  # the default stands in for it
+    assert config == KINDS[kind]()  # the default replaces it
 
 
 def test_an_unknown_store_hides_no_other_mistake():
     keys = ["cluster=gke_tpu", "run.dir=ftp://b/r", "cluster.target=v5e-7"]
     config = compose(keys, "launch", schema_of("gke_tpu"))
-    found = {mistake.key for mistake in launch_mistakes(config)}
-    assert found == {"run.dir", "cluster.target", "cluster.image"}
+    keys_with_mistakes = {mistake.key for mistake in launch_mistakes(config)}
+    assert keys_with_mistakes == {"run.dir", "cluster.target", "cluster.image"}

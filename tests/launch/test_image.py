@@ -1,6 +1,6 @@
-"""The image: what its Dockerfile promises, and what a container of it does.
+"""The image: the promises of its Dockerfile, and the behaviour of a container.
 
-The latter needs an image, and `docker` or what understands its commands:
+The test of a container needs an image, and `docker` or a program with its commands:
 
     docker build --tag longhaul .
     LONGHAUL_IMAGE=longhaul pytest -m slow tests/launch/test_image.py
@@ -27,41 +27,44 @@ IMAGE = os.environ.get("LONGHAUL_IMAGE", "")
 
 
 def instruction(word: str) -> str:
-    """Return what the Dockerfile's last instruction of this name says."""
+    """Return the arguments of the Dockerfile's last instruction of this name."""
     text = (REPOSITORY / "Dockerfile").read_text()
     return re.findall(rf"^{word} (.*)$", text, re.MULTILINE)[-1]
 
 
-def test_it_does_not_run_as_root():
-    """A number, as Kubernetes' runAsNonRoot cannot look up names."""
+def test_the_image_does_not_run_as_root():
+    """The user is a number, as Kubernetes' runAsNonRoot cannot look up names."""
     assert re.fullmatch(r"[1-9]\d*:\d+", instruction("USER"))
 
 
-def test_the_pinned_versions_are_those_that_the_program_allows():
+def test_the_program_allows_the_pinned_versions():
     text = (REPOSITORY / "constraints.txt").read_text()
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
     pinned = {canonicalize_name(name): version for name, version in pinned.items()}
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    asked = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    requirements = [
+        *project["build-system"]["requires"],
+        *project["project"]["dependencies"],
+    ]
     for name in ("cuda", "tpu", "s3", "gcs", "data", "hub"):
-        asked += extras[name]
-    for requirement in map(Requirement, asked):
+        requirements += extras[name]
+    for requirement in map(Requirement, requirements):
         if requirement.name != "longhaul":
             version = pinned[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(version), requirement
 
 
 def test_only_the_program_is_sent_to_the_builder():
-    """Not .git, runs, virtual environments, keys: nothing that is not named."""
+    """Only named paths are sent: no .git, runs, virtual environments or keys."""
     lines = (REPOSITORY / ".dockerignore").read_text().split("\n")
-    first, *rest = [line for line in lines if line and not line.startswith("#")]
+    first, *patterns = [line for line in lines if line and not line.startswith("#")]
     assert first == "*"
-    assert {line.removeprefix("!") for line in rest if line.startswith("!")} == {
+    assert {line.removeprefix("!") for line in patterns if line.startswith("!")} == {
         *("configs", "data", "launch", "model", "train", "LICENSE", "README.md"),
         *("constraints.txt", "pyproject.toml"),
     }
-    assert {*rest[-2:]} == {"**/__pycache__", "**/.*"}
+    assert {*patterns[-2:]} == {"**/__pycache__", "**/.*"}
 
 
 ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -69,13 +72,13 @@ ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 @pytest.fixture
 def namespace() -> None:
-    """ProcessGroup are numbered from 1 on in it, and see no others."""
+    """Skip unless a process namespace can be made; its processes start at 1."""
     if not shutil.which("unshare") or subprocess.run([*ALONE, "true"]).returncode:
         pytest.skip("needs the right to make a namespace of processes")
 
 
-def within(script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python as the first process that there is, or behind `words`."""
+def run_in_namespace(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as process 1 of a namespace, or as a child of the command `words`."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = [*ALONE, *words, sys.executable, "-c", script]
     return subprocess.run(command, env=env, capture_output=True, text=True)
@@ -83,11 +86,11 @@ def within(script: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(not shutil.which("tini"), reason="needs tini")
 @pytest.mark.usefixtures("namespace")
-def test_behind_the_entrypoint_an_abort_is_134():
+def test_an_abort_under_the_entrypoint_exits_with_134():
     program, *more = json.loads(instruction("ENTRYPOINT"))
     words = [str(shutil.which(Path(program).name)), *more]
-    assert within("import os; os.abort()", *words).returncode == 134
-    assert within("raise SystemExit(42)", *words).returncode == 42
+    assert run_in_namespace("import os; os.abort()", *words).returncode == 134
+    assert run_in_namespace("raise SystemExit(42)", *words).returncode == 42
 
 
 def docker(*words: str) -> subprocess.CompletedProcess[str]:
@@ -99,19 +102,21 @@ def docker(*words: str) -> subprocess.CompletedProcess[str]:
     not IMAGE or not shutil.which("docker"),
     reason="needs docker, and LONGHAUL_IMAGE: the name of a built image",
 )
-def test_a_container_trains_as_any_user_and_is_stopped_and_goes_on(tmp_path: Path):
+def test_a_container_trains_as_any_user_and_stops_and_resumes(tmp_path: Path):
     runs = tmp_path / "runs"
     runs.mkdir()
     runs.chmod(0o777)
     text = Path(yaml.__file__).parent.joinpath("scanner.py").read_text()
     (runs / "text.txt").write_text(text)
-    as_any = [*("run", "--network", "none", "--user", "23456:34567")]
-    as_any += ["--volume", f"{runs}:/runs"]
+    run_as_user = [*("run", "--network", "none", "--user", "23456:34567")]
+    run_as_user += ["--volume", f"{runs}:/runs"]
     train = ["python", "-P", "-m", "train", *TINY, "run.name=x"]
     train += ["data.path=/runs/text.txt", "checkpoint.save_interval_steps=1000"]
-    started = docker(*as_any, "--detach", IMAGE, *train, "train.num_steps=100000")
-    assert started.returncode == 0, started.stderr
-    container = started.stdout.strip()
+    first_start = docker(
+        *run_as_user, "--detach", IMAGE, *train, "train.num_steps=100000"
+    )
+    assert first_start.returncode == 0, first_start.stderr
+    container = first_start.stdout.strip()
     metrics = runs / "x/metrics.jsonl"
     try:
         deadline = time.monotonic() + 300
@@ -124,8 +129,10 @@ def test_a_container_trains_as_any_user_and_is_stopped_and_goes_on(tmp_path: Pat
     finally:
         docker("rm", "--force", container)
     assert metrics.stat().st_uid == 23456
-    saved = max(int(p.name) for p in (runs / "x/checkpoints").glob("[0-9]*"))
-    ended = docker(*as_any, "--rm", IMAGE, *train, f"train.num_steps={saved + 5}")
-    assert ended.returncode == 0, ended.stderr
+    saved_step = max(int(p.name) for p in (runs / "x/checkpoints").glob("[0-9]*"))
+    second_start = docker(
+        *run_as_user, "--rm", IMAGE, *train, f"train.num_steps={saved_step + 5}"
+    )
+    assert second_start.returncode == 0, second_start.stderr
     rows = map(json.loads, metrics.read_text().splitlines())
-    assert [r["step"] for r in rows if "loss" in r] == [*range(1, saved + 6)]
+    assert [r["step"] for r in rows if "loss" in r] == [*range(1, saved_step + 6)]

@@ -31,9 +31,9 @@ REMOTE = (
 )
 
 
-def keys_of(kind: str, *typed: str) -> set[str]:
-    """Return the keys with mistakes about paths of this machine."""
-    words = (f"cluster={kind}", *CLUSTERS[kind], "run.dir=gs://bucket/run", *typed)
+def keys_of(kind: str, *arguments: str) -> set[str]:
+    """Return the keys whose mistake is a path of this machine."""
+    words = (f"cluster={kind}", *CLUSTERS[kind], "run.dir=gs://bucket/run", *arguments)
     config = compose(words, "launch", schema_of(kind))
     rule = "is a path of this machine"
     return {m.key for m in launch_mistakes(config) if m.rule.startswith(rule)}
@@ -47,7 +47,7 @@ def test_a_path_of_this_machine_is_refused(kind, key):
 
 @pytest.mark.parametrize("kind", CLUSTERS)
 @pytest.mark.parametrize("typed", REMOTE)
-def test_what_the_hosts_can_read_is_accepted(kind, typed):
+def test_paths_that_the_hosts_can_read_are_accepted(kind, typed):
     assert keys_of(kind, *typed) == set()
 
 
@@ -56,6 +56,6 @@ def test_pods_may_mount_a_volume_and_virtual_machines_may_share_files():
     mount = "{containers: [{volumeMounts: [{mountPath: /mnt/data}]}]}"
     merge = f"+cluster.merge={{spec: {mount}}}"
     assert keys_of("gke_gpu", *path, merge.lstrip("+")) == set()
-    other = ("data=text", "data.path=/mnt/database/text")
-    assert keys_of("gke_gpu", *other, merge.lstrip("+")) == {"data.path"}
+    unmounted = ("data=text", "data.path=/mnt/database/text")
+    assert keys_of("gke_gpu", *unmounted, merge.lstrip("+")) == {"data.path"}
     assert keys_of("tpu_vm", *path, "cluster.code=shared") == set()

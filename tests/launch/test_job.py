@@ -1,4 +1,4 @@
-"""What may not travel to a cluster in plain text."""
+"""Secrets in plain text are refused before a job is submitted."""
 
 import pytest
 

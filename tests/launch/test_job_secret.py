@@ -1,4 +1,4 @@
-"""A job's processes get a secret by their environment, and no file or word shows it."""
+"""A job's processes get a secret as a variable; no file and no argument shows it."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ from train.masking import holds_secret
 
 
 @pytest.mark.parametrize("cluster", GOLDEN.values(), ids=kind_of)
-def test_what_is_rendered_names_the_variable_and_holds_no_secret(cluster):
+def test_rendered_files_name_the_variable_and_hold_no_secret(cluster):
     rendered = render(cluster)
     lines = [*rendered.preparation, " ".join(rendered.command)]
     texts = {**rendered.files, "command": "\n".join(lines)}
@@ -26,9 +26,9 @@ def test_what_is_rendered_names_the_variable_and_holds_no_secret(cluster):
 def test_each_attempt_has_another_secret():
     assert secret_variable(1) == {}
     assert secret_variable(2) != secret_variable(2)
-    made = set()
+    secrets = set()
     for _ in range(2):
         words = ["bash", "-c", f'{MAKE_SECRET_LINE}; echo -n "${SECRET_VARIABLE}"']
-        made.add(subprocess.run(words, capture_output=True, text=True).stdout)
-    assert len(made) == 2
-    assert all(re.fullmatch("[0-9a-f]{32}", secret) for secret in made)
+        secrets.add(subprocess.run(words, capture_output=True, text=True).stdout)
+    assert len(secrets) == 2
+    assert all(re.fullmatch("[0-9a-f]{32}", secret) for secret in secrets)

@@ -1,4 +1,4 @@
-"""`cluster=local`, through the door, with real processes."""
+"""`cluster=local` as a user types it, with real processes."""
 
 import os
 import signal
@@ -24,18 +24,18 @@ from train.run.liveness import Process
 COUNT = 4
 
 
-def local(folder: Path, *more: str) -> LaunchedRun:
+def local_run(folder: Path, *more: str) -> LaunchedRun:
     return LaunchedRun(folder, "cluster=local", f"cluster.processes={COUNT}", *more)
 
 
 @pytest.mark.slow
 def test_killed_preempted_stopped_and_resumed(tmp_path):
-    """The curve and the arrays are those of the run that nothing disturbed."""
-    run = local(tmp_path / "x", "cluster.detach=true")
+    """The curve and the arrays equal those of an undisturbed run."""
+    run = local_run(tmp_path / "x", "cluster.detach=true")
     run.submit()
     run.await_steps()
 
-    os.kill(run.processes()[2], signal.SIGKILL)  # one dies: all are started again
+    os.kill(run.processes()[2], signal.SIGKILL)  # one dies, and all start again
     run.await_attempts(1)
     run.await_steps()
     os.kill(run.processes()[1], signal.SIGTERM)  # one is preempted
@@ -43,39 +43,39 @@ def test_killed_preempted_stopped_and_resumed(tmp_path):
     run.await_steps()
 
     status = run.verb("status")
-    for said in ("\nkept running by process", "attempt 1", "137", "attempt 2"):
-        assert said in status
+    for text in ("\nkept running by process", "attempt 1", "137", "attempt 2"):
+        assert text in status
     assert "42, 42, 42, 42: again" in status
-    again = run.says(*run.arguments, code=78)
-    assert "runs, or waits to run, on local" in again
+    refusal = run.says(*run.arguments, code=78)
+    assert "runs, or waits to run, on local" in refusal
     assert "step" in run.verb("logs")
 
     run.verb("stop")
     assert not run.processes()
-    stopped = run.run.step
-    assert run.run.sealed()[-1] == stopped < STEPS
+    stop_step = run.run.step
+    assert run.run.sealed()[-1] == stop_step < STEPS
     assert "\nnot kept running" in run.verb("status")
 
-    other = tmp_path / "elsewhere"
-    other.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
     only = f"run.dir={run.run.path}"
-    says(other, "action=resume", only)
-    said = says(other, "action=logs", "follow=true", only)  # until it ends
-    assert f"from step {stopped}\n" in said
+    says(elsewhere, "action=resume", only)
+    text = says(elsewhere, "action=logs", "follow=true", only)  # until it ends
+    assert f"from step {stop_step}\n" in text
     check_equal(run.run, run.straight(COUNT), STEPS)
-    kept = {file.name for file in run.submission(2).iterdir()}
-    assert {"record.json", "config.yaml", "local.sh", "process-3.log"} <= kept
+    files = {file.name for file in run.submission(2).iterdir()}
+    assert {"record.json", "config.yaml", "local.sh", "process-3.log"} <= files
 
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_ends(tmp_path):
-    run = local(tmp_path)
+    run = local_run(tmp_path)
     process = launch(tmp_path, *run.arguments, "cluster.processes=1")
     run.await_steps()
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=TIMEOUT_S)[0]
-    assert process.returncode == 130, said
-    assert f"saved step {run.run.step}" in said
+    output = process.communicate(timeout=TIMEOUT_S)[0]
+    assert process.returncode == 130, output
+    assert f"saved step {run.run.step}" in output
     assert not run.processes()
 
 
@@ -87,8 +87,10 @@ for _ in {1..12000}; do sleep 0.05; done
 
 
 @pytest.mark.parametrize("number", [1, 2], ids=["as-it-is", "resumed-since"])
-def test_stop_ends_what_outlived_its_supervisor(tmp_path, monkeypatch, caplog, number):
-    """After kill -9 of the supervisor of submission 1 its processes live on."""
+def test_stop_ends_processes_that_outlived_their_supervisor(
+    tmp_path, monkeypatch, caplog, number
+):
+    """The processes of submission 1 survive a kill -9 of their supervisor."""
     program(tmp_path / "python", SAVES)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with subprocess.Popen(["sleep", "600"]) as supervisor:
@@ -109,28 +111,28 @@ def test_stop_ends_what_outlived_its_supervisor(tmp_path, monkeypatch, caplog, n
 
 
 def test_verbs_need_a_run(tmp_path):
-    said = says(tmp_path, "action=logs", "run.name=nothing", code=78)
-    assert "was never submitted" in said
+    output = says(tmp_path, "action=logs", "run.name=nothing", code=78)
+    assert "was never submitted" in output
     assert not list(tmp_path.iterdir())
 
 
 def test_mistakes_of_cluster_and_training_come_together(tmp_path):
-    said = says(
+    output = says(
         tmp_path,
         *("cluster.processes=0", "cluster.environment={WANDB_API_KEY: very-secret}"),
         *("train.num_steps=-1", "cluster.nodes=2", "follow=true"),
         code=78,
     )
-    assert "4 mistakes" in said or "5 mistakes" in said
+    assert "4 mistakes" in output or "5 mistakes" in output
     for word in ("cluster.processes", "WANDB_API_KEY", "train.num_steps", "nodes"):
-        assert word in said
-    assert "very-secret" not in said
+        assert word in output
+    assert "very-secret" not in output
 
 
 def job(folder: Path, overrides: Sequence[str]) -> Job:
-    where = {"run_dir": str(folder / "runs/a b$(x)"), "folder": str(folder)}
-    own = {"root": str(folder), "workdir": str(folder)}
-    return Job(name="base", overrides=tuple(overrides), **where, **own)
+    run_paths = {"run_dir": str(folder / "runs/a b$(x)"), "folder": str(folder)}
+    code_paths = {"root": str(folder), "workdir": str(folder)}
+    return Job(name="base", overrides=tuple(overrides), **run_paths, **code_paths)
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -141,10 +143,10 @@ def test_hostile_values_arrive_verbatim(tmp_path, monkeypatch, processes):
     rendered = render(job(tmp_path, overrides), LocalCluster(processes=processes))
     (tmp_path / "local.sh").write_text(rendered.files["local.sh"])
     subprocess.run(rendered.command, cwd=tmp_path, check=True)
-    wanted = ["-P", "-m", "train", *overrides]
-    assert printed(tmp_path) == [wanted] * processes
+    expected = ["-P", "-m", "train", *overrides]
+    assert printed(tmp_path) == [expected] * processes
 
 
-def test_what_ends_a_line_is_refused():
+def test_control_characters_are_refused():
     refused = [value for value in VALUES if control_character_mistakes([value])]
     assert refused == ["\ta", "two\nlines", "bell\a", "\r"]

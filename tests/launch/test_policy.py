@@ -19,7 +19,7 @@ from train import errors as exits
     [
         ([0, 0], Verdict.done, 0),
         ([42, 42], Verdict.again, 42),
-        ([0, 42], Verdict.again, 42),  # one had ended when the notice came
+        ([0, 42], Verdict.again, 42),  # one process had ended before the notice
         ([134], Verdict.again, 134),
         ([None, 134], Verdict.again, 134),
         ([0, None], Verdict.again, 134),
@@ -31,30 +31,34 @@ from train import errors as exits
         ([130, 0], Verdict.stop, 130),
     ],
 )
-def test_what_codes_mean(codes, verdict, code):
+def test_codes_of_processes_give_a_verdict_and_one_code(codes, verdict, code):
     assert judge(codes) == (verdict, code)
 
 
-def test_every_code_of_training_has_its_place():
-    named = {v for k, v in vars(exits).items() if k.isupper() and isinstance(v, int)}
-    found = {code: judge([code])[0] for code in named}
-    assert found.pop(exits.FINISHED) is Verdict.done
-    assert found.pop(exits.CRASHED) is Verdict.crashed
-    again = {code for code, verdict in found.items() if verdict is Verdict.again}
-    assert again == {exits.PREEMPTED, exits.ABORTED, exits.OWNED}
-    assert {found[code] for code in set(found) - again} == {Verdict.stop}
+def test_every_code_of_training_has_a_verdict():
+    codes = {v for k, v in vars(exits).items() if k.isupper() and isinstance(v, int)}
+    verdicts = {code: judge([code])[0] for code in codes}
+    assert verdicts.pop(exits.FINISHED) is Verdict.done
+    assert verdicts.pop(exits.CRASHED) is Verdict.crashed
+    restart_codes = {
+        code for code, verdict in verdicts.items() if verdict is Verdict.again
+    }
+    assert restart_codes == {exits.PREEMPTED, exits.ABORTED, exits.OWNED}
+    assert {verdicts[code] for code in set(verdicts) - restart_codes} == {Verdict.stop}
 
 
 def test_the_documentation_gives_every_code_its_row():
     text = (REPOSITORY / "docs/guides/launching.md").read_text()
     table = text.partition("| how it ended |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
-    said = {int(n): then for ended, then in rows for n in re.findall(r"\d+", ended)}
-    assert {*said} == {exits.FINISHED, *RESTART_CODES, *NO_RESTART_CODES}
-    for code, then in said.items():
-        free = judge([code])[0] is Verdict.again
-        assert ("again, without limit" in then) is free, code
-        assert (then.strip() == "never") is not free, code
+    restarts = {
+        int(n): restart for ending, restart in rows for n in re.findall(r"\d+", ending)
+    }
+    assert {*restarts} == {exits.FINISHED, *RESTART_CODES, *NO_RESTART_CODES}
+    for code, restart in restarts.items():
+        unlimited = judge([code])[0] is Verdict.again
+        assert ("again, without limit" in restart) is unlimited, code
+        assert (restart.strip() == "never") is not unlimited, code
 
 
 def test_pauses_double_up_to_a_limit():

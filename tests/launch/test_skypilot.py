@@ -36,35 +36,35 @@ def task(cluster: SkypilotCluster, job: Job = JOB) -> dict[str, Any]:
     return yaml.safe_load(skypilot.render(job, cluster).files[FILE])
 
 
-def test_what_is_started_again_is_what_the_policy_says():
-    """Crashes end with 134 as long as they are counted: tests/launch/test_node.py."""
+def test_skypilot_restarts_the_codes_that_the_policy_restarts():
+    """A crash that may restart ends with 134, as tests/launch/test_node.py shows."""
     recovery = task(PLAIN)["resources"]["job_recovery"]
     assert recovery["max_restarts_on_errors"] == 0
-    again = recovery["recover_on_exit_codes"]
+    restart_codes = recovery["recover_on_exit_codes"]
     for code in range(256):
         verdict = judge([code])[0]
         if verdict is not Verdict.crashed:
-            assert (code in again) == (verdict is Verdict.again), code
+            assert (code in restart_codes) == (verdict is Verdict.again), code
 
 
 @pytest.mark.parametrize("code", [Code.archive, Code.image])
 @pytest.mark.parametrize("shell", [["bash"], ["bash", "-i"]])
 def test_hostile_values_arrive(code, shell, tmp_path):
-    """One argument each of the program that trains; SkyPilot's shell is interactive."""
+    """Each value is one argument of training; SkyPilot's shell is interactive."""
     overrides = tuple(hydra_text("tracker.wandb.project", value) for value in VALUES)
     cluster = replace(PLAIN, code=code)
     script = task(cluster, replace(JOB, overrides=overrides))["run"]
     argument_printer(tmp_path, "python3")
     (tmp_path / "script.sh").write_text(script)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SKYPILOT_NODE_RANK": "0"}
-    done = subprocess.run(
+    result = subprocess.run(
         [*shell, "script.sh"],
         env={**env, "HOME": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
         start_new_session=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     (arguments,) = printed(tmp_path)
     assert tuple(arguments[-len(overrides) :]) == overrides
     assert arguments[-len(overrides) - 3 : -len(overrides)] == ["-P", "-m", "train"]
@@ -130,7 +130,9 @@ def job(status: str, number: int = 3, **more: Any) -> dict[str, Any]:
     return {"job_id": number, "job_name": JOB.name, "status": status, **more}
 
 
-def test_submit_names_secrets_and_does_not_tell_them(sky, submission, monkeypatch):
+def test_submit_names_secrets_and_does_not_show_their_values(
+    sky, submission, monkeypatch
+):
     rendered = skypilot.render(JOB, FULL)
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(Exit, match="not set in this environment: MY_KEY"):
@@ -139,12 +141,12 @@ def test_submit_names_secrets_and_does_not_tell_them(sky, submission, monkeypatc
     assert skypilot.submit(JOB, FULL, rendered, submission) == 0
     (words, secret), *_ = sky.calls()
     assert words[:4] == ["jobs", "launch", "--name", JOB.name]
-    named = ["--secret", "WANDB_API_KEY", "--secret", SECRET_VARIABLE]
-    assert words[-5:] == [*named, f"{submission.folder}/{FILE}"]
+    secret_options = ["--secret", "WANDB_API_KEY", "--secret", SECRET_VARIABLE]
+    assert words[-5:] == [*secret_options, f"{submission.folder}/{FILE}"]
     assert "--workdir" not in words  # the image has the code
     assert secret == "hush"
-    written = [f.read_text() for f in Path(submission.folder).rglob("*") if f.is_file()]
-    assert "hush" not in "".join([*rendered.files.values(), *words, *written])
+    texts = [f.read_text() for f in Path(submission.folder).rglob("*") if f.is_file()]
+    assert "hush" not in "".join([*rendered.files.values(), *words, *texts])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_submit_names_secrets_and_does_not_tell_them(sky, submission, monkeypatc
         ({"image": "docker:a/b:c"}, False),
     ],
 )
-def test_it_warns_where_nothing_installs_jax(sky, submission, caplog, keys, warned):
+def test_submit_warns_if_nothing_installs_jax(sky, submission, caplog, keys, warned):
     cluster = replace(PLAIN, **keys)
     skypilot.submit(JOB, cluster, skypilot.render(JOB, cluster), submission)
     assert ("nothing seems to install jax" in caplog.text) is warned
@@ -177,12 +179,12 @@ def test_a_job_without_accelerators_image_and_setup_is_refused(keys, refused):
         assert all(remedy in mistake.rule for mistake in mistakes)
 
 
-def test_status_tells_of_the_newest_of_its_name(sky, submission):
+def test_status_describes_the_newest_job_of_the_name(sky, submission):
     assert skypilot.status(submission) == ["SkyPilot knows no such job"]
     assert not skypilot.alive(submission)
     why = "Retrying launch soon: no H100 in us-central1"
-    other = {**job("SUCCEEDED", 9), "job_name": "other"}
-    sky.tell(job("FAILED", 2), job("STARTING", 3, details=why), other)
+    other_job = {**job("SUCCEEDED", 9), "job_name": "other"}
+    sky.tell(job("FAILED", 2), job("STARTING", 3, details=why), other_job)
     assert skypilot.status(submission) == ["managed job 3: STARTING", why]
     assert skypilot.alive(submission)
     sky.tell(job("FAILED_NO_RESOURCE", 3, failure_reason="none", recovery_count=2))
@@ -211,7 +213,7 @@ def test_stop_lets_a_run_save_and_waits(sky, submission):
     assert not [words for words, _ in sky.calls() if "cancel" in words]
 
 
-def test_stop_cancels_what_does_not_run_yet(sky, submission):
+def test_stop_cancels_a_job_that_does_not_run_yet(sky, submission):
     sky.tell(job("STARTING"))
     assert skypilot.stop(submission) == 0
     assert ["jobs", "cancel", "--name", JOB.name, "--yes"] in [
@@ -220,8 +222,8 @@ def test_stop_cancels_what_does_not_run_yet(sky, submission):
     assert not (submission.folder / STOP).exists()
 
 
-def test_its_commands_are_skypilots(tmp_path, monkeypatch):
-    """Unknown options are refused before --help is heard."""
+def test_skypilot_accepts_the_commands(tmp_path, monkeypatch):
+    """SkyPilot refuses unknown options before it obeys --help."""
     pytest.importorskip("sky", reason="needs SkyPilot (pip install skypilot)")
     program = str(Path(sys.executable).parent / "sky")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -233,7 +235,7 @@ def test_its_commands_are_skypilots(tmp_path, monkeypatch):
         ["jobs", "cancel", "--name", "n", "--yes"],
     ]
     for words in verbs:
-        done = subprocess.run([program, *words, "--help"], capture_output=True)
-        assert done.returncode == 0, (words, done.stderr)
-    wrong = subprocess.run([program, "jobs", "queue", "--al", "--help"])
-    assert wrong.returncode == 2
+        result = subprocess.run([program, *words, "--help"], capture_output=True)
+        assert result.returncode == 0, (words, result.stderr)
+    misspelled = subprocess.run([program, "jobs", "queue", "--al", "--help"])
+    assert misspelled.returncode == 2

@@ -7,7 +7,7 @@ from launch.submissions import newest_submission
 
 
 @pytest.mark.parametrize("content", ['{"arguments": [', "[]", "", '{"cluster": 1}'])
-def test_a_damaged_record_is_damage_and_no_directory_out_of_reach(tmp_path, content):
+def test_a_damaged_record_is_reported_as_damaged_data(tmp_path, content):
     folder = tmp_path / "launch" / "1"
     folder.mkdir(parents=True)
     (folder / "record.json").write_text(content)

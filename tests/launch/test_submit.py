@@ -1,4 +1,4 @@
-"""A kind of cluster that takes the code as an archive, through the door."""
+"""Submission as a user types it, to a kind of cluster that takes an archive."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ class Away(LocalCluster):
 
 
 class Elsewhere(SimpleNamespace):
-    """A kind of cluster that takes the code as an archive."""
+    """A backend that records the job and the submission."""
 
     def submit(self, job, cluster, rendered, submission):
         self.submission = submission
@@ -50,7 +50,7 @@ def elsewhere(monkeypatch) -> Elsewhere:
     return backend
 
 
-def submitted(monkeypatch, cluster, *arguments: str) -> None:
+def submit(monkeypatch, cluster, *arguments: str) -> None:
     config = compose(arguments, "launch", schema_of("local"))
     monkeypatch.setattr(sys, "argv", ["launch", *arguments])
     assert door.main(replace(config, cluster=cluster)) == 0
@@ -58,7 +58,7 @@ def submitted(monkeypatch, cluster, *arguments: str) -> None:
 
 def test_the_record_holds_the_archive(elsewhere, tmp_path: Path, monkeypatch):
     arguments = [f"run.dir={tmp_path}/runs/x", "tracker=none"]
-    submitted(monkeypatch, Away(), *arguments)
+    submit(monkeypatch, Away(), *arguments)
     folder = tmp_path / "runs/x/launch/1"
     packed = (folder / ARCHIVE).read_bytes()
     assert contents(packed).keys() == {*files_to_pack(REPOSITORY)}
@@ -67,53 +67,51 @@ def test_the_record_holds_the_archive(elsewhere, tmp_path: Path, monkeypatch):
     assert json.loads((folder / "record.json").read_text())["code"] == sha
     words = elsewhere.job.command(sys.executable, Code.archive)
     assert words[1:3] == [str(folder / UNPACK), str(folder / ARCHIVE)]
-    submitted(monkeypatch, LocalCluster(), *arguments)
+    submit(monkeypatch, LocalCluster(), *arguments)
     assert not (tmp_path / "runs/x/launch/2" / ARCHIVE).exists()
-    kept = json.loads((tmp_path / "runs/x/launch/2/record.json").read_text())
-    assert kept["code"] is None
+    record = json.loads((tmp_path / "runs/x/launch/2/record.json").read_text())
+    assert record["code"] is None
 
 
-def test_what_was_stopped_is_resumed_in_a_folder_without_the_mark(
+def test_a_stopped_run_resumes_in_a_folder_without_the_stop_file(
     elsewhere, tmp_path, monkeypatch
 ):
-    submitted(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x", "tracker=none")
+    submit(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x", "tracker=none")
     (tmp_path / "runs/x/launch/1" / STOP).touch()
-    submitted(
-        monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x", "action=resume"
-    )
+    submit(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x", "action=resume")
     assert elsewhere.submission.number == 2
     assert not (elsewhere.submission.folder / STOP).exists()
 
 
-def test_a_key_that_resume_does_not_heed_is_warned_of(
-    elsewhere, tmp_path, monkeypatch, caplog
-):
-    known = (f"run.dir={tmp_path}/runs/x", "tracker=none", "model.num_layers=2")
-    submitted(monkeypatch, LocalCluster(), *known)
+def test_resume_warns_of_keys_without_effect(elsewhere, tmp_path, monkeypatch, caplog):
+    arguments = (f"run.dir={tmp_path}/runs/x", "tracker=none", "model.num_layers=2")
+    submit(monkeypatch, LocalCluster(), *arguments)
     keys = "action=resume", "force=true", "run.rewind_to=20", "train.num_steps=99"
-    submitted(monkeypatch, LocalCluster(), *known, *keys)
-    assert elsewhere.submission.arguments == known
+    submit(monkeypatch, LocalCluster(), *arguments, *keys)
+    assert elsewhere.submission.arguments == arguments
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    heard = [text.partition(":")[0] for text in warnings]
-    assert heard == [
+    effects = [text.partition(":")[0] for text in warnings]
+    assert effects == [
         f"{key} has no effect" for key in ("run.rewind_to", "train.num_steps")
     ]
 
 
-def test_what_is_rendered_is_whole(elsewhere, tmp_path: Path, monkeypatch, capsys):
+def test_render_writes_the_script_and_the_archive(
+    elsewhere, tmp_path: Path, monkeypatch, capsys
+):
     arguments = [f"run.dir={tmp_path}/runs/x", "action=render"]
     cluster = Away()
-    submitted(monkeypatch, cluster, *arguments, f"output={tmp_path}/out")
+    submit(monkeypatch, cluster, *arguments, f"output={tmp_path}/out")
     assert {f.name for f in (tmp_path / "out").iterdir()} == {
         *("job.sh", ARCHIVE, UNPACK)
     }
-    submitted(monkeypatch, cluster, *arguments)
+    submit(monkeypatch, cluster, *arguments)
     assert "# ---- job.sh\nline\n" in capsys.readouterr().out
 
 
 @pytest.fixture
 def plan(elsewhere, monkeypatch) -> SimpleNamespace:
-    """A machine that is known, and a plan that ends with `code`."""
+    """Make the machine known, and the plan end with `code`."""
     plan = SimpleNamespace(code=0)
     elsewhere.machine = lambda _: Machine(target="h100-8")
     elsewhere.render = lambda job, _: Rendered({}, [f"memory={job.staged_bytes}"])
@@ -137,7 +135,7 @@ def test_what_the_plan_refuses_is_neither_submitted_nor_rendered(
     monkeypatch.chdir(tmp_path)
     for plan.code in (4, 65, 78):
         with pytest.raises(Exit, match="Refused: the plan says") as refused:
-            submitted(monkeypatch, Away(), f"run.dir={tmp_path}/x", f"action={action}")
+            submit(monkeypatch, Away(), f"run.dir={tmp_path}/x", f"action={action}")
         assert refused.value.code == plan.code
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "x").exists()
@@ -152,13 +150,13 @@ def test_what_the_plan_refuses_is_neither_submitted_nor_rendered(
         (78, ("force=true",), "# With force=true this goes on, although ", None),
     ],
 )
-def test_what_is_rendered_asks_for_what_the_plan_says_or_says_first_that_none_did(
+def test_render_asks_for_the_planned_memory_or_says_why_there_is_no_plan(
     plan, tmp_path, monkeypatch, capsys, code, more, first, memory
 ):
     monkeypatch.chdir(tmp_path)
     plan.code = code
     keys = (f"run.dir={tmp_path}/x", "action=render")
-    submitted(monkeypatch, LocalCluster(), *keys, *more)
+    submit(monkeypatch, LocalCluster(), *keys, *more)
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line[: len(first)] for line in lines] == [first] * bool(first)
     assert last == f"memory={memory}"
@@ -166,7 +164,7 @@ def test_what_is_rendered_asks_for_what_the_plan_says_or_says_first_that_none_di
 
 @pytest.fixture
 def no_store(monkeypatch) -> None:
-    """A server that refuses connections, and a library that says so in two lines."""
+    """Make the store refuse connections with an error of two lines."""
     pytest.importorskip("s3fs")
     keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
     for name, value in {**keys, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}.items():
@@ -178,24 +176,24 @@ def no_store(monkeypatch) -> None:
     monkeypatch.setattr(type(epath.Path("s3://nowhere")), "exists", refuse)
 
 
-def test_what_the_plan_finds_comes_before_a_directory_out_of_reach(
+def test_a_refusal_by_the_plan_comes_before_an_unreachable_directory(
     plan, no_store, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     plan.code = 78
     with pytest.raises(Exit, match="Refused: the plan says"):
-        submitted(monkeypatch, Away(), "run.dir=s3://nowhere/runs/x")
+        submit(monkeypatch, Away(), "run.dir=s3://nowhere/runs/x")
 
 
-def test_a_directory_out_of_reach_is_said_in_a_sentence(
+def test_an_unreachable_directory_is_reported_in_one_line(
     elsewhere, no_store, monkeypatch
 ):
     monkeypatch.setattr("data.storage.ANSWER_S", 0.2)
     keys = "run.dir=s3://nowhere/runs/x", "action=status"
-    with pytest.raises(Exit, match=r"s3://nowhere/runs/x.*: cannot be read") as found:
-        submitted(monkeypatch, LocalCluster(), *keys)
-    assert "\n" not in str(found.value)
-    assert found.value.code == 1
+    with pytest.raises(Exit, match=r"s3://nowhere/runs/x.*: cannot be read") as raised:
+        submit(monkeypatch, LocalCluster(), *keys)
+    assert "\n" not in str(raised.value)
+    assert raised.value.code == 1
 
 
 def test_a_directory_that_cannot_be_written_is_a_wrong_config(
@@ -203,4 +201,4 @@ def test_a_directory_that_cannot_be_written_is_a_wrong_config(
 ):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be read or written: Not a directory"):
-        submitted(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/file/run")
+        submit(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/file/run")

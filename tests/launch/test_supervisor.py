@@ -1,4 +1,4 @@
-"""The supervisor on attempts that a script plays."""
+"""The supervisor with scripted attempts."""
 
 import json
 import os
@@ -13,20 +13,23 @@ from tests.launch.kinds import Played
 
 @pytest.fixture
 def play(tmp_path):
-    """Play attempts that end with these codes; give exit code and their number."""
+    """Return a function that supervises attempts with given codes.
+
+    It returns the exit code and the number of attempts.
+    """
 
     def play(*attempts, steps=(), max_restarts=10):
-        left = list(attempts)
-        at = list(steps)
+        remaining = list(attempts)
+        remaining_steps = list(steps)
         supervisor = Supervisor(
-            start=lambda: Played(left.pop(0)),
-            read_step=lambda: at.pop(0) if at else None,
+            start=lambda: Played(remaining.pop(0)),
+            read_step=lambda: remaining_steps.pop(0) if remaining_steps else None,
             max_restarts=max_restarts,
             backoff_s=0,
             diary=tmp_path / "attempts.jsonl",
         )
         code = supervisor.run()
-        return code, len(attempts) - len(left)
+        return code, len(attempts) - len(remaining)
 
     return play
 
@@ -38,8 +41,8 @@ def no_pause(monkeypatch):
 
 
 def test_preemptions_and_lost_hosts_do_not_count(play):
-    often = [[42, 42], [134], [None, 134], [75]] * 5
-    assert play(*often, [0, 0], max_restarts=0) == (0, 21)
+    interruptions = [[42, 42], [134], [None, 134], [75]] * 5
+    assert play(*interruptions, [0, 0], max_restarts=0) == (0, 21)
 
 
 def test_crashes_count(play):
@@ -47,17 +50,17 @@ def test_crashes_count(play):
     assert play([1], [0], max_restarts=1) == (0, 2)
 
 
-def test_never_three_times_at_one_step(play):
+def test_three_crashes_in_a_row_at_one_step_end_the_run(play):
     assert play(*[[139]] * 9, steps=[5, 7, 7, 7, 7]) == (70, 4)
     assert play(*[[139]] * 9, steps=[7, 7, 8, 7, 7, 7]) == (70, 6)
 
 
-def test_an_unknown_step_is_no_step(play):
+def test_unknown_steps_never_count_as_one_step(play):
     assert play([1], [1], [1], [1], [0], max_restarts=4) == (0, 5)
 
 
 @pytest.mark.parametrize("code", [78, 65, 70, 130, 3, 4])
-def test_what_another_start_would_not_mend(play, code):
+def test_a_code_that_a_restart_cannot_mend_is_final(play, code):
     assert play([code, 134], [0]) == (code, 1)
 
 
@@ -67,10 +70,10 @@ def test_what_another_start_would_not_mend(play, code):
         (signal.SIGTERM, [42, 42], 42),
         (signal.SIGHUP, [42, 42], 42),
         (signal.SIGINT, [130, 130], 130),
-        (signal.SIGTERM, [0, 0], 0),  # it came too late
+        (signal.SIGTERM, [0, 0], 0),  # the signal came too late
     ],
 )
-def test_a_signal_goes_on_and_ends_it(tmp_path, number, codes, code):
+def test_a_signal_is_passed_on_and_ends_the_supervisor(tmp_path, number, codes, code):
     attempt = Played([], stopped=codes)
     diary = tmp_path / "attempts.jsonl"
     supervisor = Supervisor(lambda: attempt, lambda: None, 3, 0, diary)
@@ -80,29 +83,29 @@ def test_a_signal_goes_on_and_ends_it(tmp_path, number, codes, code):
     assert json.loads(diary.read_text())["over"]
 
 
-def test_a_signal_in_a_pause_ends_it(tmp_path):
-    made = []
+def test_a_signal_in_a_pause_ends_the_supervisor(tmp_path):
+    attempts = []
 
     def start():
-        made.append(Played([1]))
-        return made[-1]
+        attempts.append(Played([1]))
+        return attempts[-1]
 
     supervisor = Supervisor(start, lambda: None, 3, 600, tmp_path / "attempts.jsonl")
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     assert supervisor.run() == 130
-    assert len(made) == 1
+    assert len(attempts) == 1
 
 
-def test_asked_to_stop_elsewhere_it_starts_no_more(tmp_path):
-    made = []
+def test_a_stop_request_prevents_further_attempts(tmp_path):
+    attempts = []
 
     def start():
-        made.append(Played([42]))
-        return made[-1]
+        attempts.append(Played([42]))
+        return attempts[-1]
 
     diary = tmp_path / "attempts.jsonl"
     supervisor = Supervisor(
-        start, lambda: None, 3, 0, diary, stop_requested=lambda: bool(made)
+        start, lambda: None, 3, 0, diary, stop_requested=lambda: bool(attempts)
     )
     assert supervisor.run() == 130
-    assert len(made) == 1
+    assert len(attempts) == 1

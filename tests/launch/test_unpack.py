@@ -1,4 +1,4 @@
-"""The code arrives whole, whoever starts first, and becomes the command."""
+"""The code is unpacked completely by any process, which then becomes the command."""
 
 import hashlib
 import io
@@ -22,8 +22,8 @@ from tests.launch.kinds import UNPACKER, contents
 from train.cli.quoting import hydra_text
 
 
-def place(folder: Path, packed: bytes) -> Path:
-    """Put beside a submission what `job.command` names there."""
+def write_submission(folder: Path, packed: bytes) -> Path:
+    """Write the files of a submission that `job.command` names."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ARCHIVE).write_bytes(packed)
     shutil.copy(UNPACKER, folder / UNPACK)
@@ -36,18 +36,18 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
 
 def test_hostile_values_arrive_verbatim(checkout: Path, tmp_path: Path):
     stubs = tmp_path / "stubs"
-    submission = place(tmp_path / "a submission", make_archive(checkout))
+    submission = write_submission(tmp_path / "a submission", make_archive(checkout))
     argument_printer(stubs)
     path = f"{stubs}{os.pathsep}{os.environ['PATH']}"
     overrides = tuple(hydra_text("tracker.wandb.project", value) for value in VALUES)
-    for each in (*((o,) for o in (overrides[0], *VALUES[-3:])), overrides):
-        job = Job("name", "/runs/x", str(submission), each, "", "")
+    for arguments in (*((o,) for o in (overrides[0], *VALUES[-3:])), overrides):
+        job = Job("name", "/runs/x", str(submission), arguments, "", "")
         _, *words = job.command("python", Code.archive)
-        ran = subprocess.run(
+        process = subprocess.run(
             [sys.executable, *words], env=environment(tmp_path, PATH=path), cwd=stubs
         )
-        assert ran.returncode == 0
-        assert printed(stubs)[-1] == ["-P", "-m", "train", *each]
+        assert process.returncode == 0
+        assert printed(stubs)[-1] == ["-P", "-m", "train", *arguments]
 
 
 def run(submission: Path, tmp_path: Path, code: str, **more: str):
@@ -63,26 +63,28 @@ def run(submission: Path, tmp_path: Path, code: str, **more: str):
 
 
 def test_the_command_finds_the_archives_code_first(checkout: Path, tmp_path: Path):
-    submission = place(tmp_path / "submission", make_archive(checkout))
-    other = tmp_path / "other"
-    (other / "train").mkdir(parents=True)
-    (other / "train/__init__.py").write_text("")
-    (other / "train/step.py").write_text("new = 'of another program'\n")
-    (other / "extra.py").write_text("")
+    submission = write_submission(tmp_path / "submission", make_archive(checkout))
+    other_program = tmp_path / "other"
+    (other_program / "train").mkdir(parents=True)
+    (other_program / "train/__init__.py").write_text("")
+    (other_program / "train/step.py").write_text("new = 'of another program'\n")
+    (other_program / "extra.py").write_text("")
     code = "import train.step, extra; print(train.step.new, train.step.__file__)"
-    said, wrong = run(submission, tmp_path, code, PYTHONPATH=str(other)).communicate()
+    output, errors = run(
+        submission, tmp_path, code, PYTHONPATH=str(other_program)
+    ).communicate()
     sha = hashlib.sha256((submission / ARCHIVE).read_bytes()).hexdigest()
     folder = tmp_path / "cache/longhaul/code" / sha
-    assert said.split() == ["2", str(folder / "train/step.py")], wrong
+    assert output.split() == ["2", str(folder / "train/step.py")], errors
 
 
-def test_signals_are_the_commands(checkout: Path, tmp_path: Path):
-    submission = place(tmp_path / "submission", make_archive(checkout))
+def test_the_command_receives_signals(checkout: Path, tmp_path: Path):
+    submission = write_submission(tmp_path / "submission", make_archive(checkout))
     wait = "import os, signal, sys, time; signal.signal(15, lambda *_: sys.exit(42)); "
     process = run(
         submission,
         tmp_path,
-        # A signal that comes just before a sleep does not shorten it.
+        # The sleeps are short, as a signal just before one does not shorten it.
         wait + "print(os.getpid(), flush=1)\nfor _ in range(6000): time.sleep(0.01)",
     )
     assert process.stdout is not None
@@ -91,24 +93,24 @@ def test_signals_are_the_commands(checkout: Path, tmp_path: Path):
     assert process.wait(60) == 42
 
 
-def test_a_signal_on_the_way_is_a_preemption(tmp_path: Path):
+def test_a_signal_during_unpacking_is_a_preemption(tmp_path: Path):
     """There is nothing to save yet; 143 would count as a crash."""
-    submission = place(tmp_path / "submission", b"")
+    submission = write_submission(tmp_path / "submission", b"")
     (submission / ARCHIVE).unlink()
-    os.mkfifo(submission / ARCHIVE)  # an archive that is long in coming
+    os.mkfifo(submission / ARCHIVE)  # an archive that arrives late
     process = run(submission, tmp_path, "")
-    with (submission / ARCHIVE).open("wb"):  # it reads by now
+    with (submission / ARCHIVE).open("wb"):  # the process reads by now
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
     assert process.returncode == 42
 
 
-def test_several_at_once_and_one_killed_on_the_way(tmp_path: Path):
-    """Whoever comes while others write, or after one was killed, has it whole."""
+def test_concurrent_unpacking_with_one_killed_gives_complete_files(tmp_path: Path):
+    """Every visible file is complete, while others write and after one was killed."""
     packed = make_archive(REPOSITORY)
-    whole = contents(packed)
+    files = contents(packed)
     folder = tmp_path / hashlib.sha256(packed).hexdigest()
-    submission = place(tmp_path / "submission", packed)
+    submission = write_submission(tmp_path / "submission", packed)
     code = f"""if True:
         import os, sys; sys.path.insert(0, {str(REPOSITORY)!r})
         from pathlib import Path; from launch.unpack import unpack
@@ -124,20 +126,20 @@ def test_several_at_once_and_one_killed_on_the_way(tmp_path: Path):
     def start(dies_at: int = -1) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", code, str(dies_at)])
 
-    def there() -> list[str]:
-        """Name what can be seen; all of it must be whole at any time."""
-        seen = [name for name in whole if (folder / name).exists()]
-        for name in seen:
-            assert (folder / name).read_bytes() == whole[name], name
-        return seen
+    def visible_files() -> list[str]:
+        """Return the names of the visible files, each of which must be complete."""
+        names = [name for name in files if (folder / name).exists()]
+        for name in names:
+            assert (folder / name).read_bytes() == files[name], name
+        return names
 
     assert start(dies_at=6).wait() == -signal.SIGKILL
-    assert len(there()) == 5
-    several = [start() for _ in range(4)]
-    while any(process.poll() is None for process in several):
-        there()
-    assert [process.returncode for process in several] == [0] * 4
-    assert len(there()) == len(whole)
+    assert len(visible_files()) == 5
+    processes = [start() for _ in range(4)]
+    while any(process.poll() is None for process in processes):
+        visible_files()
+    assert [process.returncode for process in processes] == [0] * 4
+    assert len(visible_files()) == len(files)
 
 
 def test_a_damaged_file_is_replaced(checkout: Path, tmp_path: Path):
@@ -168,26 +170,28 @@ def packed_with(name: str, kind: bytes = tarfile.REGTYPE) -> bytes:
         make_archive(REPOSITORY)[:5000],
     ],
 )
-def test_nothing_is_run_from_a_strange_archive(packed: bytes, tmp_path: Path):
-    submission = place(tmp_path / "submission", packed)
+def test_nothing_runs_from_an_invalid_archive(packed: bytes, tmp_path: Path):
+    submission = write_submission(tmp_path / "submission", packed)
     process = run(submission, tmp_path, "print('ran')")
-    said, wrong = process.communicate()
+    output, errors = process.communicate()
     assert process.returncode == 1
-    assert said == ""
-    assert "cannot be unpacked" in wrong
-    assert "Traceback" not in wrong
+    assert output == ""
+    assert "cannot be unpacked" in errors
+    assert "Traceback" not in errors
     assert not [*tmp_path.rglob("*outside.py*"), *tmp_path.rglob("link.py")]
 
 
-def test_without_a_home_it_is_a_new_folder(checkout: Path, tmp_path: Path):
-    submission = place(tmp_path / "submission", make_archive(checkout))
+def test_without_a_cache_the_code_goes_to_a_new_private_folder(
+    checkout: Path, tmp_path: Path
+):
+    submission = write_submission(tmp_path / "submission", make_archive(checkout))
     (tmp_path / "file").write_text("")
     nowhere = str(tmp_path / "file/cache")
     code = "import train.step; print(train.step.__file__)"
     more = {"XDG_CACHE_HOME": nowhere, "TMPDIR": str(tmp_path)}
-    said, wrong = run(submission, tmp_path, code, **more).communicate()
-    folder = Path(said).relative_to(tmp_path).parts[0]
-    assert folder.startswith("longhaul-code-"), wrong
+    output, errors = run(submission, tmp_path, code, **more).communicate()
+    folder = Path(output).relative_to(tmp_path).parts[0]
+    assert folder.startswith("longhaul-code-"), errors
     assert (tmp_path / folder).stat().st_mode & 0o077 == 0
 
 
@@ -201,31 +205,33 @@ def test_without_a_home_it_is_a_new_folder(checkout: Path, tmp_path: Path):
 def test_a_command_that_cannot_be_executed_exits_as_from_a_shell(
     checkout: Path, tmp_path: Path, name: str, code: int, reason: str
 ):
-    submission = place(tmp_path / "submission", make_archive(checkout))
+    submission = write_submission(tmp_path / "submission", make_archive(checkout))
     (submission / "not-executable").touch(mode=0o600)
     command = [sys.executable, UNPACK, ARCHIVE, "--", name]
-    ran = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=submission,
         env=environment(tmp_path),
         capture_output=True,
         text=True,
     )
-    assert ran.returncode == code
-    assert ran.stderr.endswith(f"{name}: {reason}\n")
+    assert process.returncode == code
+    assert process.stderr.endswith(f"{name}: {reason}\n")
 
 
-def test_from_an_object_store(bucket, checkout: Path, tmp_path: Path):
+def test_the_archive_is_read_from_an_object_store(
+    bucket, checkout: Path, tmp_path: Path
+):
     packed = make_archive(checkout)
     bucket.pipe("bucket/code/1/code.tar.gz", packed)
     code = "import train.step; print(train.step.__file__)"
     job = Job("x", "s3://bucket/code", "s3://bucket/code/1", (), "", "")
     words = job.command(sys.executable, Code.archive)
-    said = subprocess.run(
+    process = subprocess.run(
         [*words[: words.index("--") + 1], sys.executable, "-P", "-c", code],
         env=environment(tmp_path, PYTHONPATH=str(REPOSITORY)),
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
-    assert hashlib.sha256(packed).hexdigest() in said.stdout, said.stderr
+    assert hashlib.sha256(packed).hexdigest() in process.stdout, process.stderr

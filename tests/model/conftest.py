@@ -1,4 +1,4 @@
-"""Tiny models that together use every choice a model has."""
+"""These tiny models together use every choice that a model has."""
 
 from functools import cached_property
 from typing import Any
@@ -144,22 +144,24 @@ class Tiny:
 
     @cached_property
     def params(self) -> Any:
-        """Parameters of which none is zero or one, so that none hides.
+        """Return random parameters, none zero or one, so that each has an effect.
 
-        Not the model's own start: to compile that takes longer than most tests.
+        The model's own initialisation would take longer to compile than most tests.
         """
         rng = np.random.default_rng(1)
 
-        def draw(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+        def draw(path: Any, abstract: jax.ShapeDtypeStruct) -> jax.Array:
             scale = "scale" in str(path) and not self.config.norm_unit_offset
-            around = 1.0 if scale else 0.0
-            return jnp.asarray(around + 0.3 * rng.normal(size=like.shape), like.dtype)
+            mean = 1.0 if scale else 0.0
+            return jnp.asarray(
+                mean + 0.3 * rng.normal(size=abstract.shape), abstract.dtype
+            )
 
         return jax.tree_util.tree_map_with_path(draw, params_of(self.model))
 
     @cached_property
     def logits(self):
-        """Jitted: (params, tokens, positions, segment ids) -> logits."""
+        """Return the jitted (params, tokens, positions, segment ids) -> logits."""
 
         def logits(params, tokens, positions, segment_ids):
             model = bind(self.model, params)
@@ -170,11 +172,11 @@ class Tiny:
 
     @cached_property
     def value_and_grad(self):
-        """Jitted: (params, tokens) -> loss and its gradients."""
+        """Return the jitted (params, tokens) -> loss and its gradients."""
         return jax.jit(jax.value_and_grad(self.loss))
 
     def loss(self, params, tokens, execution: Execution | None = None) -> jax.Array:
-        """Mean cross-entropy of each token given those before it."""
+        """Return the mean cross-entropy of each token given the previous tokens."""
         execution = execution or self.execution
         model = bind(self.model, params)
         inputs = tokens[:, :-1]
@@ -184,7 +186,7 @@ class Tiny:
         return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], -1))
 
     def tokens(self, *shape: int) -> jax.Array:
-        """Draw token ids, always the same."""
+        """Draw the same token ids at every call."""
         size = self.config.vocab_size
         rng = np.random.default_rng(0)
         return jnp.asarray(rng.integers(size, size=shape, dtype=np.int32))

@@ -1,4 +1,4 @@
-"""The model written straight through, apart from its own code: a reference."""
+"""A reference model is written out here, without the code of the model."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from model.pattern import segments_of
 
 
 def reference_loss(params, config: ModelConfig, tokens):
-    """Tiny.loss in the dtype of `params`, layer by layer, all of it written out."""
+    """Return `Tiny.loss`, computed layer by layer in the dtype of `params`."""
     p = params
     T = tokens.shape[1] - 1
     x = p["embedding"]["weight"][tokens[:, :-1]]
@@ -21,35 +21,39 @@ def reference_loss(params, config: ModelConfig, tokens):
         x = x + p["positions"]["weight"][:T]
     for index in range(config.num_layers):
         layer = layer_of(p, config, index)
-        after = config.norm_placement == "both"
+        has_output_norm = config.norm_placement == "both"
         h = norm(x, config, **layer["attention_norm"])
-        h = shifted(h, config, "attention")
-        h = mixed(h, layer["attention"], config, index)
-        x = x + (norm(h, config, **layer["attention_output_norm"]) if after else h)
+        h = shift_channels(h, config, "attention")
+        h = mix(h, layer["attention"], config, index)
+        x = x + (
+            norm(h, config, **layer["attention_output_norm"]) if has_output_norm else h
+        )
         h = norm(x, config, **layer["mlp_norm"])
         mlp = layer["mlp"]
-        h = shifted(h, config, "mlp")
+        h = shift_channels(h, config, "mlp")
         if "router" in mlp:
-            x = x + sum(routed(h, mlp, config))
+            x = x + sum(route(h, mlp, config))
         else:
-            h = linear(bent(h, mlp, config), mlp["down"])
-            x = x + (norm(h, config, **layer["mlp_output_norm"]) if after else h)
+            h = linear(activate(h, mlp, config), mlp["down"])
+            x = x + (
+                norm(h, config, **layer["mlp_output_norm"]) if has_output_norm else h
+            )
     x = norm(x, config, **p["norm"])
     head = p["embedding"]["weight"].T if config.tied_head else p["head"]["weight"]
-    return nats(x @ head, config.logit_soft_cap, tokens[:, 1:])
+    return cross_entropy(x @ head, config.logit_soft_cap, tokens[:, 1:])
 
 
 def layer_of(p, config: ModelConfig, index: int):
-    """Take a layer's parameters from the place of the segment that has them."""
+    """Return a layer's parameters, from the slot of the segment that holds them."""
     for i, (pattern, repeats, first) in enumerate(segments_of(config)):
-        repeat, place = divmod(index - first, len(pattern))
+        repeat, slot = divmod(index - first, len(pattern))
         if repeat in range(repeats):
-            stacked = p["layers"][str(i)][str(place)]
-            return jax.tree.map(lambda a, at=repeat: a[at], stacked)
+            stacked = p["layers"][str(i)][str(slot)]
+            return jax.tree.map(lambda a, row=repeat: a[row], stacked)
     raise IndexError(index)
 
 
-def shifted(h, config: ModelConfig, part: str):
+def shift_channels(h, config: ModelConfig, part: str):
     if config.token_shift not in (part, "both"):
         return h
     is_shifted = jnp.arange(h.shape[-1]) < h.shape[-1] // 4
@@ -59,7 +63,7 @@ def shifted(h, config: ModelConfig, part: str):
 # ---- Attention
 
 
-def mixed(h, part, config: ModelConfig, index: int):
+def mix(h, part, config: ModelConfig, index: int):
     if config.mixers[index] == "gated_delta":
         return delta(h, part, config)
     if config.mixers[index] == "latent_attention":
@@ -76,12 +80,12 @@ def attention(h, part, config: ModelConfig, index: int):
     if config.position == "rotary":
         local = config.windows[index] is not None and config.rope_theta_local
         theta = local or config.rope_theta
-        q, k = (turned(y, theta, config.rotary_dim) for y in (q, k))
+        q, k = (rotate(y, theta, config.rotary_dim) for y in (q, k))
     scale = (config.query_scale_dim or config.head_size) ** -0.5
-    seen = mask(h.shape[1], config.windows[index])[None, None]
+    visible = mask(h.shape[1], config.windows[index])[None, None]
     cap = config.attention_soft_cap
     sinks = part.get("sinks")
-    heads = attend(q, k, v, seen, scale=scale, soft_cap=cap, sinks=sinks)
+    heads = attend(q, k, v, visible, scale=scale, soft_cap=cap, sinks=sinks)
     return linear(heads * sigmoid(gate), part["output"], 2)
 
 
@@ -90,8 +94,8 @@ def latent_attention(h, part, config: ModelConfig):
     P = config.nope_head_dim
     R = config.rope_head_dim
 
-    def rotated(x):
-        return turned(x, config.rope_theta, R)
+    def rotate_rope(x):
+        return rotate(x, config.rope_theta, R)
 
     q = linear(h, part["query_down"])
     q = norm(q, config, part["query_norm"]["scale"], centre=False)
@@ -101,27 +105,27 @@ def latent_attention(h, part, config: ModelConfig):
     k_rope = latent[..., None, config.kv_rank :]
     c = norm(c, config, part["key_value_norm"]["scale"], centre=False)
     kv = linear(c, part["key_value_up"])
-    k_rope = jnp.repeat(rotated(k_rope), config.num_heads, 2)
+    k_rope = jnp.repeat(rotate_rope(k_rope), config.num_heads, 2)
     k = jnp.concatenate([kv[..., :P], k_rope], -1)
-    q = jnp.concatenate([q[..., :P], rotated(q[..., P:])], -1)
+    q = jnp.concatenate([q[..., :P], rotate_rope(q[..., P:])], -1)
     heads = attend(q, k, kv[..., P:], mask(h.shape[1], None)[None, None])
     return linear(heads, part["output"], 2)
 
 
-def attend(q, k, v, seen, *, scale=None, soft_cap=None, sinks=None):
-    """Attend where `seen` [B, 1, T, S] is true."""
+def attend(q, k, v, visible, *, scale=None, soft_cap=None, sinks=None):
+    """Attend where `visible` [B, 1, T, S] is true."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (scale or q.shape[-1] ** -0.5)
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    weights = jnp.where(seen, jnp.exp(scores), 0)
+    weights = jnp.where(visible, jnp.exp(scores), 0)
     sums = weights.sum(-1, keepdims=True)
     if sinks is not None:
         sums = sums + jnp.exp(sinks)[None, :, None, None]
     return jnp.einsum("bnts,bsnh->btnh", weights / sums, v)
 
 
-def turned(x, theta, R):  # each pair of dims (i, i + R/2) as one complex number
+def rotate(x, theta, R):  # Each pair of dims (i, i + R/2) is one complex number.
     exponents = np.arange(R // 2) / (R // 2)
     angles = np.arange(x.shape[1])[:, None] * theta**-exponents
     z = x[..., : R // 2] + 1j * x[..., R // 2 : R]
@@ -130,48 +134,48 @@ def turned(x, theta, R):  # each pair of dims (i, i + R/2) as one complex number
 
 
 def mask(T, window):
-    behind = np.arange(T)[:, None] - np.arange(T)
-    return (behind >= 0) & (behind < (window or T))
+    distance = np.arange(T)[:, None] - np.arange(T)
+    return (distance >= 0) & (distance < (window or T))
 
 
 def delta(h, part, config: ModelConfig):
-    """A gated delta net, position by position."""
+    """Apply a gated delta net, position by position."""
     q, k, v = (
-        convolved(linear(h, part[name]), part[f"{name}_taps"])
+        convolve(linear(h, part[name]), part[f"{name}_taps"])
         for name in ("query", "key", "value")
     )
     q, k = (y / jnp.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
     heads = v.shape[2] // k.shape[2]
     q, k = (jnp.repeat(y, heads, 2) for y in (q / q.shape[-1] ** 0.5, k))
-    keep = jnp.exp(
+    decay = jnp.exp(
         -jnp.exp(part["A_log"])
         * jnp.logaddexp(linear(h, part["dt"]) + part["dt_bias"], 0)
     )
-    o = recurrence(q, k, v, keep, sigmoid(linear(h, part["beta"])))
+    o = recurrence(q, k, v, decay, sigmoid(linear(h, part["beta"])))
     o = o / jnp.sqrt((o**2).mean(-1, keepdims=True) + config.norm_epsilon)
     z = linear(h, part["gate"])
     return linear(o * part["output_norm"]["scale"] * z * sigmoid(z), part["output"], 2)
 
 
-def recurrence(q, k, v, keep, beta):
-    """The gated delta rule for [B, T, N, ...], position by position."""
+def recurrence(q, k, v, decay, beta):
+    """Run the gated delta rule on [B, T, N, ...], position by position."""
 
     def step(state, inputs):
-        q, k, v, keep, beta = inputs
-        state = state * keep[..., None, None]
-        held = jnp.einsum("bnh,bnhv->bnv", k, state)
-        state += jnp.einsum("bnh,bnv->bnhv", k, beta[..., None] * (v - held))
+        q, k, v, decay, beta = inputs
+        state = state * decay[..., None, None]
+        prediction = jnp.einsum("bnh,bnhv->bnv", k, state)
+        state += jnp.einsum("bnh,bnv->bnhv", k, beta[..., None] * (v - prediction))
         return state, jnp.einsum("bnh,bnhv->bnv", q, state)
 
-    inputs = (jnp.moveaxis(y, 1, 0) for y in (q, k, v, keep, beta))
+    inputs = (jnp.moveaxis(y, 1, 0) for y in (q, k, v, decay, beta))
     state = jnp.zeros((*k[:, 0].shape, v.shape[-1]), v.dtype)
     return jnp.moveaxis(jax.lax.scan(step, state, (*inputs,))[1], 0, 1)
 
 
-def convolved(x, taps):
+def convolve(x, taps):
     past = jnp.pad(x, ((0, 0), (taps.shape[-1] - 1, 0), (0, 0), (0, 0)))
-    shifted = [past[:, s : s + x.shape[1]] for s in range(taps.shape[-1])]
-    y = sum(taps[..., s] * part for s, part in enumerate(shifted))
+    shifts = [past[:, s : s + x.shape[1]] for s in range(taps.shape[-1])]
+    y = sum(taps[..., s] * part for s, part in enumerate(shifts))
     return y * sigmoid(y)
 
 
@@ -182,7 +186,7 @@ def sigmoid(x):
 # ---- MLP
 
 
-def bent(x, mlp, config: ModelConfig):
+def activate(x, mlp, config: ModelConfig):
     if config.activation == "swiglu":
         gate = linear(x, mlp["gate"])
         return gate / (1 + jnp.exp(-gate)) * linear(x, mlp["up"])
@@ -204,22 +208,24 @@ def gelu(x):
     return x / 2 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def routed(x, mlp, config: ModelConfig):
-    """Yield what each expert adds, and what the shared one does."""
+def route(x, mlp, config: ModelConfig):
+    """Yield the output of each expert, and then that of the shared one."""
     scores = 1 / (1 + jnp.exp(-linear(x, mlp["router"])))
     ranked = scores + mlp["router"]["balance"]
-    least = jnp.sort(ranked)[..., -config.experts_per_token]
-    weights = jnp.where(ranked >= least[..., None], scores, 0)
+    threshold = jnp.sort(ranked)[..., -config.experts_per_token]
+    weights = jnp.where(ranked >= threshold[..., None], scores, 0)
     weights = weights / weights.sum(-1, keepdims=True)
     for e in range(config.num_experts):
-        own = {k: {"weight": mlp[k][e]} for k in ("gate", "up", "down")}
-        for k in own if config.bias else ():
-            own[k]["bias"] = mlp[f"{k}_bias"][e]
-        yield weights[..., e : e + 1] * linear(bent(x, own, config), own["down"])
-    yield linear(bent(x, mlp["shared"], config), mlp["shared"]["down"])
+        expert = {k: {"weight": mlp[k][e]} for k in ("gate", "up", "down")}
+        for k in expert if config.bias else ():
+            expert[k]["bias"] = mlp[f"{k}_bias"][e]
+        yield weights[..., e : e + 1] * linear(
+            activate(x, expert, config), expert["down"]
+        )
+    yield linear(activate(x, mlp["shared"], config), mlp["shared"]["down"])
 
 
-# ---- What all are made of
+# ---- Shared operations
 
 
 def linear(x, layer, inputs=1):
@@ -228,15 +234,15 @@ def linear(x, layer, inputs=1):
 
 
 def norm(x, config: ModelConfig, scale, bias=None, centre=True):
-    over = tuple(range(-scale.ndim, 0))
+    dims = tuple(range(-scale.ndim, 0))
     centre = centre and config.norm == "layernorm"
-    x = x - x.mean(over, keepdims=True) if centre else x
-    x = x / jnp.sqrt((x**2).mean(over, keepdims=True) + config.norm_epsilon)
+    x = x - x.mean(dims, keepdims=True) if centre else x
+    x = x / jnp.sqrt((x**2).mean(dims, keepdims=True) + config.norm_epsilon)
     x = x * (1 + scale if config.norm_unit_offset else scale)
     return x if bias is None else x + bias
 
 
-def nats(logits, cap, targets):
+def cross_entropy(logits, cap, targets):
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)
     logp = logits - jnp.log(jnp.exp(logits).sum(-1, keepdims=True))

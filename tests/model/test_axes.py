@@ -1,4 +1,4 @@
-"""Rules from what a dim is to where it lies."""
+"""Rules map the logical axes of dims to mesh axes."""
 
 import pytest
 from jax.sharding import PartitionSpec
@@ -30,7 +30,7 @@ def test_a_missing_rule_and_two_dims_on_one_axis_are_errors(axes, named):
         partition_spec(TABLE, axes)
 
 
-def test_logical_axes_are_no_mesh_axes():
+def test_logical_axes_are_not_mesh_axes():
     from train.config import MESH_AXES
 
     assert not set(LOGICAL_AXES) & set(MESH_AXES)

@@ -1,4 +1,4 @@
-"""How whole models start: the published spreads, and in silence."""
+"""Whole models start with the published spreads, or with silent outputs."""
 
 import math
 from dataclasses import replace
@@ -41,8 +41,8 @@ def test_gpt2_starts_with_the_published_spreads(composed):
 
 def test_initialisation_with_zeros_starts_silent(llama):
     config = replace(llama.config, init=Init.zero)
-    born = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0), MODEL_PARTS)))()
-    params = dict(named(born))
+    tree = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0), MODEL_PARTS)))()
+    params = dict(named(tree))
     silent = {"head.weight", "layers.0.0.attention.output.weight"}
     silent |= {"layers.0.0.mlp.down.weight"}
     assert {name for name, x in params.items() if not x.any()} == silent

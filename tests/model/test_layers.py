@@ -1,6 +1,6 @@
-"""Norms by their properties, initial spreads by formula.
+"""Norms compute in float32, and activations save few arrays for the gradient.
 
-What a whole block computes is held in test_gpt.py, against a reference.
+test_gpt.py compares the output of a whole block with a reference.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ def test_a_norm_of_bfloat16_is_computed_in_float32(kind):
 
 @pytest.mark.parametrize(("kind", "kept"), [("gelu", 2), ("swiglu", 3)])
 def test_a_gpu_keeps_an_activation_and_its_inputs_for_the_gradient(kind, kept):
-    """They, and no derivative, are the arrays as wide as the hidden layer."""
+    """No other array, and no derivative, is as wide as the hidden layer."""
     F = 160
     x = jax.random.normal(jax.random.key(0), (2, 5, 64))
     graph, params = nnx.split(
@@ -48,9 +48,9 @@ def test_a_gpu_keeps_an_activation_and_its_inputs_for_the_gradient(kind, kept):
         widths = [leaf.shape for leaf in jax.tree.leaves(pull_back)]
         return pull_back(jnp.sin(y)), widths.count((2, 5, F))
 
-    plain, more = derive("cpu")
-    recomputed, found = derive("gpu")
-    assert found == kept < more
+    plain, num_saved_on_cpu = derive("cpu")
+    recomputed, num_saved_on_gpu = derive("gpu")
+    assert num_saved_on_gpu == kept < num_saved_on_cpu
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
         recomputed,

@@ -1,4 +1,4 @@
-"""What a model may be."""
+"""Every mistake in a model config is named with its value."""
 
 from dataclasses import asdict, replace
 from operator import attrgetter
@@ -68,8 +68,8 @@ INT8 = {"compute_dtype": ComputeDtype.int8}
 def test_every_mistake_is_named_with_its_value(change, fields):
     config = replace(ModelConfig(), **change)
     _, bounds = convert(asdict(config), ModelConfig)
-    found = bounds or broken_rules(config)
-    assert [mistake[0] for mistake in found] == fields
-    for field, value, rule, _ in found:
+    mistakes = bounds or broken_rules(config)
+    assert [mistake[0] for mistake in mistakes] == fields
+    for field, value, rule, _ in mistakes:
         assert value == attrgetter(field)(config)
         assert len(rule) > 10

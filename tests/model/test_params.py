@@ -1,4 +1,4 @@
-"""What is known of each parameter besides its value."""
+"""The information on each parameter names its axes, kind and layers."""
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ def infos(tiny) -> dict[str, ParamInfo]:
 
 def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
     params = dict(named(params_of(tiny.model)))
-    found = infos(tiny)
-    assert found.keys() == params.keys()
+    infos_by_name = infos(tiny)
+    assert infos_by_name.keys() == params.keys()
     config = tiny.config
     sizes = {
         "vocab": config.vocab_size,
@@ -39,13 +39,14 @@ def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
     assert {*sizes, "layers", "mlp"} == set(LOGICAL_AXES) - {"batch"}
     kinds = kinds_of(config)
     for name, param in params.items():
-        own = dict(sizes)
-        info = found[name]
-        own["layers"] = len(info.layers)
-        own["mlp"] = config.mlp_size
+        layer_sizes = dict(sizes)
+        info = infos_by_name[name]
+        layer_sizes["layers"] = len(info.layers)
+        layer_sizes["mlp"] = config.mlp_size
+        # The shared expert has the same size, because there is only one.
         if info.layers and kinds[info.layers[0]].experts:
-            own["mlp"] = config.expert_size  # the shared expert's too: it is one
-        shape = tuple(own[axis] for axis in info.axes if axis is not None)
+            layer_sizes["mlp"] = config.expert_size
+        shape = tuple(layer_sizes[axis] for axis in info.axes if axis is not None)
         in_mixer = ".attention." in name
         if in_mixer and kinds[info.layers[0]].mixer is not Mixer.attention:
             # Heads and dims of several sizes share an axis.
@@ -59,18 +60,18 @@ def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
 def test_each_layer_has_its_parameters_once(tiny):
     experts = [kind.experts for kind in kinds_of(tiny.config)]
     for has_experts in {*experts}:
-        numbers = [n for n, own in enumerate(experts) if own is has_experts]
+        numbers = [n for n, entry in enumerate(experts) if entry is has_experts]
         name = "router.weight" if has_experts else "mlp.up.weight"
-        found = [
+        layers = [
             layer
-            for own, info in infos(tiny).items()
-            if own.startswith("layers.") and own.endswith(name)
+            for entry, info in infos(tiny).items()
+            if entry.startswith("layers.") and entry.endswith(name)
             for layer in info.layers
         ]
-        assert sorted(found) == numbers
+        assert sorted(layers) == numbers
 
 
-def test_kinds_tell_matrices_from_tables_and_vectors(tiny):
+def test_kinds_distinguish_matrices_tables_and_vectors(tiny):
     for name, info in infos(tiny).items():
         if name.endswith(("bias", "scale", "balance", "sinks", "taps", "A_log")):
             assert info.kind is Kind.vector, name

@@ -1,4 +1,4 @@
-"""How layers form segments."""
+"""Layers form few segments with short patterns."""
 
 import pytest
 
@@ -34,10 +34,10 @@ def test_segments_are_few_and_their_patterns_short(config, shapes):
     model = ModelConfig(**config)
     segments = segments_of(model)
     assert [(len(s.pattern), s.repeats) for s in segments] == shapes
-    found = {
+    kinds = {
         layer: kind
         for segment in segments
         for slot, kind in enumerate(segment.pattern)
         for layer in segment.layers(slot)
     }
-    assert [found[layer] for layer in range(model.num_layers)] == kinds_of(model)
+    assert [kinds[layer] for layer in range(model.num_layers)] == kinds_of(model)

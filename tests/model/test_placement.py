@@ -1,4 +1,4 @@
-"""Which mesh axes are manual, and where arrays lie along the others."""
+"""A placement says which mesh axes are manual and how they shard arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ RULES = AxisRules(
 )
 
 
-def placed(**sizes: int) -> Placement:
+def make_placement(**sizes: int) -> Placement:
     axis_types = (AxisType.Auto,) * len(sizes)
     return Placement(
         AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types), RULES
@@ -23,7 +23,7 @@ def placed(**sizes: int) -> Placement:
 
 
 def test_the_axes_that_shard_the_batch_are_manual():
-    placement = placed(data=2, fsdp=4, context=1, tensor=2)
+    placement = make_placement(data=2, fsdp=4, context=1, tensor=2)
     assert placement.batch_axes == ("data", "fsdp")
     assert placement.manual_axes == {"data", "fsdp", "context"}
     assert placement.spec("batch", "mlp") == PartitionSpec(None, "tensor")
@@ -32,16 +32,16 @@ def test_the_axes_that_shard_the_batch_are_manual():
     assert placement.replica_axes(("embed", "mlp")) == ("data",)
 
 
-def test_without_tensor_nothing_is_left_to_xla():
-    placement = placed(data=2, fsdp=1, context=2, tensor=1)
+def test_without_a_tensor_axis_nothing_is_left_to_xla():
+    placement = make_placement(data=2, fsdp=1, context=2, tensor=1)
     assert placement.manual_axes == {"data", "fsdp", "context", "tensor"}
     assert placement.sequence_axes == ("context",)
     x = jnp.ones((2, 3))
     assert placement.constrain(x, "batch", "mlp") is x
 
 
-def test_no_axis_is_manual_if_the_batch_is_whole():
-    placement = placed(data=1, fsdp=1, context=1, tensor=4)
+def test_no_axis_is_manual_if_the_batch_is_not_sharded():
+    placement = make_placement(data=1, fsdp=1, context=1, tensor=4)
     assert placement.manual_axes == set()
     assert placement.automatic_axes == ("tensor",)
     assert placement.sharded_dims(("embed",)) == ()

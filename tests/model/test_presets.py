@@ -1,4 +1,4 @@
-"""How many parameters the presets have, and a token meets."""
+"""The presets have the published numbers of total and active parameters."""
 
 import pytest
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("strict")
         ("deepseek_v2_lite", 15_706_484_224, 2_661_150_208),
         ("deepseek_v3", 671_026_419_200, 37_552_297_472),
         ("kimi_k2", 1_026_408_232_448, 32_861_500_928),
-        # The published 3.61 B and 5.13 B are without the table that looks tokens up.
+        # The published 3.61 B and 5.13 B leave out the table that looks tokens up.
         ("gpt_oss_20b", 20_914_757_184, 4_187_440_704),
         ("gpt_oss_120b", 116_829_156_672, 5_711_982_912),
         ("qwen3_235b_a22b", 235_093_634_560, 22_190_763_520),

@@ -1,4 +1,4 @@
-"""Products with rounded operands and their gradients."""
+"""Products with rounded operands, and their gradients, agree with einsum."""
 
 import jax
 import jax.numpy as jnp
@@ -30,27 +30,27 @@ def test_values_and_gradients_are_those_of_an_einsum(spec, compute, tolerance, d
         jnp.asarray(rng.normal(size=shape), dtype)
         for shape, dtype in zip(SPECS[spec], dtypes, strict=True)
     )
-    y, back = jax.vjp(lambda a, b: product(spec, a, b, compute), a, b)
+    y, pull_back = jax.vjp(lambda a, b: product(spec, a, b, compute), a, b)
     dy = jnp.asarray(rng.normal(size=y.shape), y.dtype)
-    da, db = back(dy)
+    da, db = pull_back(dy)
     assert (y.dtype, da.dtype, db.dtype) == (a.dtype, a.dtype, b.dtype)
     if "bfloat16" in dtypes:
         tolerance = 2**-7
 
-    left, right = spec.split("->")[0].split(",")
+    lhs, rhs = spec.split("->")[0].split(",")
     result = spec.split("->")[1]
-    wide = {"a": a, "b": b, "dy": dy}
-    wide = {name: np.asarray(x, np.float64) for name, x in wide.items()}
-    for found, equation, operands in (
+    exact = {"a": a, "b": b, "dy": dy}
+    exact = {name: np.asarray(x, np.float64) for name, x in exact.items()}
+    for actual, equation, operands in (
         (y, spec, ("a", "b")),
-        (da, f"{result},{right}->{left}", ("dy", "b")),
-        (db, f"{left},{result}->{right}", ("a", "dy")),
+        (da, f"{result},{rhs}->{lhs}", ("dy", "b")),
+        (db, f"{lhs},{result}->{rhs}", ("a", "dy")),
     ):
-        expected = np.einsum(equation, *(wide[name] for name in operands))
-        # What rounding each operand, and the result, may cost: relative to the sum of
+        expected = np.einsum(equation, *(exact[name] for name in operands))
+        # The error of rounding the operands and the result is relative to the sum of
         # the terms' sizes, not to a sum that may cancel.
-        terms = np.einsum(equation, *(abs(wide[name]) for name in operands))
-        error = abs(np.asarray(found, np.float64) - expected)
+        terms = np.einsum(equation, *(abs(exact[name]) for name in operands))
+        error = abs(np.asarray(actual, np.float64) - expected)
         assert (error <= tolerance * terms).all()
 
 
@@ -58,12 +58,12 @@ def test_values_and_gradients_are_those_of_an_einsum(spec, compute, tolerance, d
 def test_operands_are_rounded_and_sums_are_not(dtype):
     ones = jnp.ones((1, 1, 1024), dtype)
     assert product("btd,df->btf", ones, jnp.ones((1024, 1)), jnp.bfloat16) == 1024
-    fine = jnp.float32(1 + 2**-12)  # bfloat16 has 8 bits
-    a = jnp.full((1, 1, 1), fine)
-    b = jnp.full((1, 1), fine)
+    value = jnp.float32(1 + 2**-12)  # bfloat16 has 8 bits of precision.
+    a = jnp.full((1, 1, 1), value)
+    b = jnp.full((1, 1), value)
     assert product("btd,df->btf", a, b, jnp.bfloat16) == 1
     assert product("btd,df->btf", a, b, jnp.float32) > 1
     gradient = jax.grad(
-        lambda a: (fine * product("btd,df->btf", a, b, jnp.bfloat16)).sum()
+        lambda a: (value * product("btd,df->btf", a, b, jnp.bfloat16)).sum()
     )
     assert gradient(a) == 1, "the cotangent must be rounded too"

@@ -1,4 +1,4 @@
-"""What is kept by name, what is computed again, and that it changes no gradient."""
+"""A policy saves results by name and recomputes others. No gradient changes."""
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ from tests.model.conftest import MODELS
 pytestmark = pytest.mark.usefixtures("strict")
 
 
-def recomputing(tiny, policy):
-    """The loss of a model that recomputes by this policy."""
+def loss_under_policy(tiny, policy):
+    """Return the loss function of a model that recomputes by this policy."""
     execution = tiny.execution._replace(remat=policy)
     return lambda params, tokens: tiny.loss(params, tokens, execution)
 
@@ -25,7 +25,7 @@ def recomputing(tiny, policy):
 def count(jaxpr, primitive: str) -> int:
     """Count the equations of a kind in a jaxpr and those inside it.
 
-    XLA leaves out what has no results.
+    Equations without results do not count, as XLA leaves them out.
     """
     total = 0
     for equation in (equation for equation in jaxpr.eqns if equation.outvars):
@@ -37,42 +37,42 @@ def count(jaxpr, primitive: str) -> int:
     return total
 
 
-def products(tiny, policy) -> int:
-    step = jax.grad(recomputing(tiny, policy))
+def count_products(tiny, policy) -> int:
+    step = jax.grad(loss_under_policy(tiny, policy))
     return count(
         jax.make_jaxpr(step)(tiny.params, tiny.tokens(1, 9)).jaxpr, "dot_general"
     )
 
 
-def kept_bytes(tiny, policy) -> int:
-    loss = recomputing(tiny, policy)
+def saved_bytes(tiny, policy) -> int:
+    loss = loss_under_policy(tiny, policy)
     tokens = tiny.tokens(2, 17)
-    back = jax.eval_shape(lambda p: jax.vjp(loss, p, tokens)[1], tiny.params)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(back))
+    pull_back = jax.eval_shape(lambda p: jax.vjp(loss, p, tokens)[1], tiny.params)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull_back))
 
 
-def test_each_policy_keeps_less_than_the_next(tiny):
-    some = ("attention", "query", "key", "value")
-    policies = ["full", ("attention",), some, INTERMEDIATES, "none"]
-    sizes = [kept_bytes(tiny, policy) for policy in policies]
+def test_each_policy_saves_less_than_the_next(tiny):
+    names = ("attention", "query", "key", "value")
+    policies = ["full", ("attention",), names, INTERMEDIATES, "none"]
+    sizes = [saved_bytes(tiny, policy) for policy in policies]
     assert sizes == sorted(set(sizes))
-    assert sizes[0] < kept_bytes(tiny, "dots") < sizes[-1]
-    assert kept_bytes(tiny, ()) == sizes[0]
+    assert sizes[0] < saved_bytes(tiny, "dots") < sizes[-1]
+    assert saved_bytes(tiny, ()) == sizes[0]
 
 
 @pytest.mark.parametrize("name", [n for n in INTERMEDIATES if n != "latent"])
-def test_what_is_kept_is_not_computed_again(llama, name):
-    """One product of a layer each; of attention that of weights and values."""
-    assert products(llama, (name,)) == products(llama, "full") - 1
+def test_a_saved_result_is_not_recomputed(llama, name):
+    """Each name saves one product; attention saves that of weights and values."""
+    assert count_products(llama, (name,)) == count_products(llama, "full") - 1
 
 
-def test_latents_are_kept_instead_of_keys_and_values():
-    """The two products that compress, and the one that expands keys and values."""
+def test_latents_are_saved_instead_of_keys_and_values():
+    """Latents save two products that compress, and keys and values one that expands."""
     tiny = MODELS["latent"]
-    full = products(MODELS["latent"], "full")
-    assert products(tiny, ("latent",)) == full - 2
-    assert products(tiny, ("key", "value")) == full - 1
-    assert kept_bytes(tiny, ("latent",)) < kept_bytes(tiny, ("key", "value"))
+    full = count_products(MODELS["latent"], "full")
+    assert count_products(tiny, ("latent",)) == full - 2
+    assert count_products(tiny, ("key", "value")) == full - 1
+    assert saved_bytes(tiny, ("latent",)) < saved_bytes(tiny, ("key", "value"))
 
 
 @pytest.mark.parametrize(
@@ -81,17 +81,17 @@ def test_latents_are_kept_instead_of_keys_and_values():
 def test_recomputing_changes_no_gradient(llama, policy):
     tokens = llama.tokens(2, 9)
     expected = llama.value_and_grad(llama.params, tokens)
-    found = jax.jit(jax.value_and_grad(recomputing(llama, policy)))
+    value_and_grad = jax.jit(jax.value_and_grad(loss_under_policy(llama, policy)))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5),
-        found(llama.params, tokens),
+        value_and_grad(llama.params, tokens),
         expected,
     )
 
 
 @pytest.mark.parametrize(("policy", "kernels"), [("full", 4), (("attention",), 3)])
 def test_splash_runs_forward_once_where_its_results_are_kept(policy, kernels):
-    """Forward, twice backward; and forward again."""
+    """A step runs one forward and two backward kernels, and may run forward again."""
 
     def loss(x):
         def layer(x):

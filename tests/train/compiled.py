@@ -1,12 +1,14 @@
-"""The real training step, compiled for the CPU, or for chips that are not there.
+"""Compile the real training step for the CPU, or for chips of another machine.
 
-XLA takes half a minute for a step of a TPU, so the texts of those in STEPS are stored
-beside the tests that read them. A slow test compiles them again and compares.
+XLA takes half a minute to compile a step for a TPU, so the texts of the steps in STEPS
+are stored next to the tests that read them. A slow test compiles them again and
+compares.
 
     python -m tests.train.compiled [name ...]
 
-renews what is stored; all if none is named. It is due when the model's scopes or the
-compiler change, and needs what the target needs: pip install -e '.[plan]'.
+This command renews the named texts, or all if none is named. Run it when the scopes of
+the model or the compiler change. It needs the compiler of the target:
+pip install -e '.[plan]'.
 """
 
 import functools
@@ -48,7 +50,7 @@ SHAPE = (
     *(f"data.sequence_length={T}", f"data.batch_size={B}"),
 )
 DOWN = D * F
-MATRICES = 4 * D * D + 3 * D * F  # of a layer
+MATRICES = 4 * D * D + 3 * D * F  # matrix parameters of a layer
 NORMS = (2 * L + 1) * D
 
 TILES = f"train.loss_chunk_tokens={T // 4}"
@@ -62,7 +64,7 @@ LOCAL = (
     *("data.sequence_length=2048", "model.layer_pattern=[local,local,global]"),
     *("model.window=300", "model.attention_soft_cap=50", "model.attention_sinks=true"),
 )
-# Target and overrides beside SHAPE.
+# The target of each step, and its overrides in addition to SHAPE.
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ddp": ("v5e-8", ("mesh=ddp",)),
     "ddp_tied": ("v5e-8", ("mesh=ddp", "model.tied_head=true")),
@@ -80,7 +82,7 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sparse_cores": ("v6e-8", ("mesh=fsdp", *LARGE)),
     "slices": ("v5e-4x2", ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2")),
 }
-# Texts that the installed compiler does not make: libtpu 0.0.51 with jax 0.12.
+# The installed compiler does not make these texts; libtpu 0.0.51 with jax 0.12 does.
 KEPT = {"sparse_core_calls": ("tpu7x-16", ("mesh=fsdp", *LARGE))}
 STORE = Path(__file__).with_name("plan") / "compiled" / "hlo"
 MEMORY = STORE / "memory.json"
@@ -88,13 +90,13 @@ AHEAD = REPOSITORY / "tests" / "kernels" / "ahead.py"
 
 
 def in_one(instruction: str) -> str:
-    """Make a program of one instruction."""
+    """Return the text of a program with one instruction."""
     lines = ["HloModule one", "", "ENTRY %main (a: f32[1]) -> f32[1] {", instruction]
     return "\n".join([*lines, "}"])
 
 
 class Compiled(NamedTuple):
-    """memory: bytes of a device, by kind; None of a CPU's."""
+    """A compiled step. `memory` is bytes per device, by kind; a CPU has None."""
 
     text: str
     program: Program
@@ -104,7 +106,7 @@ class Compiled(NamedTuple):
 
     @property
     def cost(self) -> StepCost:
-        """As a plan reads it, with the estimate's FLOPs of kernels."""
+        """The cost that a plan reads; the FLOPs of kernels come from the estimate."""
         flops = local_step(self.program).flops
         return step.read_step(self.program, self.text, flops)
 
@@ -126,7 +128,7 @@ def make_compile(composed: Callable) -> Compile:
 
 
 def make_stored(composed: Callable) -> Compile:
-    """Return stored_step(name), which reads a text of STEPS; no compiler is needed."""
+    """Return stored_step(name), which reads a text of STEPS without a compiler."""
 
     @functools.cache
     def stored_step(name: str) -> Compiled:
@@ -152,24 +154,24 @@ def read_step(
 
 
 def compile_ahead(cases: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Compile cases (tests/kernels/ahead.py) in a process of its own.
+    """Compile cases (tests/kernels/ahead.py) in a separate process.
 
     Returns:
-        what it says of each, by name; the texts lie in the folder.
+        The result of each case, by name. The texts are in the folder.
     """
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(AHEAD), str(folder), json.dumps(cases)],
         cwd=folder,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    results = [json.loads(line) for line in completed.stdout.splitlines()]
     return {result.pop("name"): result for result in results}
 
 
 def compile_steps(names: list[str], folder: Path) -> dict[str, dict[str, int]]:
-    """Compile steps into a folder, as they are stored, and return their memory."""
+    """Compile steps into a folder, in their stored form, and return their memory."""
     cases = {
         name: {"target": target, "step": [*SHAPE, *overrides]}
         for name, (target, overrides) in (STEPS | KEPT).items()
@@ -186,7 +188,7 @@ def compile_steps(names: list[str], folder: Path) -> dict[str, dict[str, int]]:
 
 
 def without_ballast(text: str) -> str:
-    """Remove what no test reads: kernels, source lines, estimates of the scheduler."""
+    """Remove the parts that no test reads: kernels, source lines, estimates."""
     text = re.sub(r'"body":"[^"]*"', '"body":""', text)
     text = re.sub(r", backend_config=\{(?!.*collective).*", "", text)
     text = re.sub(r" stack_frame_id=\d+", "", text)
@@ -195,7 +197,7 @@ def without_ballast(text: str) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Renew what is stored."""
+    """Renew the stored texts."""
     names = names or [*STEPS]
     STORE.mkdir(exist_ok=True)
     memory = json.loads(MEMORY.read_text()) if MEMORY.exists() else {}
@@ -204,8 +206,8 @@ def main(names: list[str]) -> None:
         for name in names:
             file = f"{name}.txt.gz"
             (STORE / file).write_bytes((Path(folder) / file).read_bytes())
-    kept = {name: memory[name] for name in STEPS if name in memory}
-    MEMORY.write_text(json.dumps(kept, indent=1) + "\n")
+    memory_of_steps = {name: memory[name] for name in STEPS if name in memory}
+    MEMORY.write_text(json.dumps(memory_of_steps, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tiny configs, texts and programs, shared so that each step is compiled once."""
+"""Share tiny configs, texts and programs, so that each step is compiled once."""
 
 import functools
 import inspect
@@ -33,7 +33,7 @@ TINY = (
     *("data=text", "data.path=text", "data.sequence_length=32", "data.batch_size=8"),
     *("optimizer=adamw", "schedule.warmup_steps=2", "train.num_steps=20"),
     *("mesh=single", "tracker=none"),
-    # So that rows have different numbers of targets.
+    # Rows then have different numbers of targets.
     "data.document_start=false",
 )
 
@@ -63,7 +63,7 @@ def planning() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """What starts commands; they compile as tests do, on as many devices as asked."""
+    """Start commands, which compile as tests do. A command chooses how many devices."""
     environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     environment.pop("JAX_NUM_CPU_DEVICES", None)
     forks = Forks(environment)
@@ -84,7 +84,7 @@ def configure(composed: Configure) -> Configure:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of many short documents, so that most batches hold ends of some."""
+    """Write many short documents, so that documents end within most batches."""
     folder = tmp_path_factory.mktemp("text")
     source = inspect.getsource(json.decoder) + inspect.getsource(textwrap)
     lines = source.splitlines(keepends=True)
@@ -97,14 +97,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store(
     configure: Configure, text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Sources:
-    """Its tokens."""
+    """Return the tokens of `text`."""
     cache = tmp_path_factory.mktemp("store")
     return open_sources(configure(f"data.path={text}", f"data.cache_dir={cache}").data)
 
 
 @pytest.fixture(scope="session")
 def programs(configure: Configure, store: Sources) -> Programs:
-    """Give the program of a tiny config; its devices are as many as its mesh has."""
+    """Return the program of a tiny config on the first `devices` devices."""
 
     @functools.cache
     def program(*overrides: str, devices: int = 1) -> Program:
@@ -115,9 +115,9 @@ def programs(configure: Configure, store: Sources) -> Programs:
 
 @pytest.fixture(scope="module")
 def gradients(programs: Programs, store: Sources) -> Callable:
-    """Run a step's gradients: overrides -> (loss, gradients, loads of experts).
+    """Compute the gradients of a step: overrides -> (loss, gradients, expert loads).
 
-    Of the first batch, or one that is given; with a bias of experts, if it is.
+    `batch` defaults to the first batch. `balance` is added to the bias of experts.
     """
     steps = {}
 
@@ -135,8 +135,8 @@ def gradients(programs: Programs, store: Sources) -> Callable:
             router["balance"] = router["balance"] + jnp.asarray(balance)
         params = jax.device_put(params, program.shardings.params)
         batch = place(batch, program.batch)
-        found = jax.device_get(steps[overrides](params, batch))
-        return found.losses[0], found.grads, found.load_LE
+        result = jax.device_get(steps[overrides](params, batch))
+        return result.losses[0], result.grads, result.load_LE
 
     return gradients
 
@@ -160,21 +160,21 @@ def take_steps(program, store, state, num_steps: int):
     state = jax.device_put(state, program.shardings)
     for step in range(int(state.step), int(state.step) + num_steps):
         batch = place(order.read(step), program.batch)
-        state, found = program.train_step(state, batch)
-        jax.block_until_ready((state, found))  # see train/core/loop.py
-        metrics.append(jax.device_get(found))
+        state, step_metrics = program.train_step(state, batch)
+        jax.block_until_ready((state, step_metrics))  # see train/core/loop.py
+        metrics.append(jax.device_get(step_metrics))
     return state, metrics
 
 
 def losses_of(program, store, state, num_steps: int = 20) -> list[float]:
     """Return the loss of each step on real batches."""
     _, metrics = take_steps(program, store, state, num_steps)
-    return [float(found["loss"]) for found in metrics]
+    return [float(step_metrics["loss"]) for step_metrics in metrics]
 
 
-def distance(found, expected) -> float:
+def distance(actual, expected) -> float:
     """Return the norm of the difference of two trees over the norm of the second."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     parts = [(np.float64(a) - b, np.float64(b)) for a, b in pairs]
     error, length = (sum(np.sum(p[i] ** 2) for p in parts) ** 0.5 for i in (0, 1))
     return error / length

@@ -1,4 +1,4 @@
-"""Runs through the door, each in a process of its own, and what they leave."""
+"""Start each run as a user does, in a separate process, and read its files."""
 
 import inspect
 import json
@@ -16,7 +16,7 @@ from train.core.program import make_program
 from train.run.restore import SavedSteps
 from train.run.starts import read_run
 
-# The door, with a hand that sends the process a signal as soon as a step is logged.
+# This is `python -m train`, which sends itself a signal once it has logged AT_STEP.
 STOPPED = """
 import os
 import time
@@ -44,7 +44,7 @@ Door = Callable[..., Result]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the text and the runs lie."""
+    """Make the folder of the text and of the runs."""
     folder = tmp_path_factory.mktemp("runs")
     source = inspect.getsource(textwrap) + inspect.getsource(inspect)
     (folder / "text.txt").write_text(source[:40_000])
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def door(folder: Path, forks: Forks) -> Door:
-    """Run a door in a process of its own, given the run and overrides."""
+    """Run a command in a separate process, given its run directory and overrides."""
     tiny = (
         *("model.num_layers=2", "model.embed_dim=32", "model.num_heads=2"),
         *("model.compute_dtype=float32", "model.init=scaled", "optimizer=adamw"),
@@ -76,11 +76,15 @@ def door(folder: Path, forks: Forks) -> Door:
         environment: Mapping[str, str] | None = None,
     ) -> Result:
         door = [str(folder / "stopped.py")] if number else ["-m", module]
-        more = {"AT_STEP": str(at_step), "SIGNAL": str(number), "LONGHAUL_DRILL": drill}
+        variables = {
+            "AT_STEP": str(at_step),
+            "SIGNAL": str(number),
+            "LONGHAUL_DRILL": drill,
+        }
         words = [*door, f"run.dir={path}", *config, *overrides]
         if drill:
             words.append("runtime.allow_fault_injection=true")
-        return forks.run(words, folder, more | dict(environment or {}))
+        return forks.run(words, folder, variables | dict(environment or {}))
 
     return run
 
@@ -90,7 +94,7 @@ def lines(run: Path) -> list[dict]:
 
 
 def steps(run: Path) -> list[dict]:
-    """Give what is no clock's of each step's line."""
+    """Return the values of each logged step that do not depend on the clock."""
     keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
     return [{k: x[k] for k in keys} for x in lines(run) if "loss" in x]
 

@@ -1,4 +1,4 @@
-"""Cases of the fuzz: commands, keys, paths and files of a run, drawn from a seed."""
+"""Draw fuzz cases from a seed: commands, keys, paths and files of a run."""
 
 import os
 import random
@@ -128,7 +128,7 @@ CONTENTS: Mapping[str, bytes] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One start of a command: its words, and what is done to its folder before."""
+    """One start of a command: its words, and the damage to its run before it."""
 
     words: Sequence[str]
     damage: str = ""
@@ -136,20 +136,20 @@ class Case:
 
 
 def case_of(seed: int, number: int, folder: Path) -> Case:
-    """Return a case; `folder` holds a copy of a finished run in `run`, and files."""
+    """Return a case whose paths are in `folder`, which `furnish` fills."""
     dice = random.Random(f"{seed}-{number}")
     kind = dice.choices(["keys", "words", "paths", "files"], [5, 2, 3, 5])[0]
     make = {"keys": _keys, "words": _words, "paths": _paths, "files": _files}[kind]
     case = make(dice)
-    places = {"{run}": str(folder / "run"), "{dir}": str(folder)}
-    words = [_placed(word, places) for word in case.words]
+    values_of_names = {"{run}": str(folder / "run"), "{dir}": str(folder)}
+    words = [_fill_in(word, values_of_names) for word in case.words]
     return Case(words, case.damage, case.do)
 
 
-def _placed(word: str, places: Mapping[str, str]) -> str:
-    for name, place in places.items():
-        word = word.replace(name, place)
-    return word.replace("\0", "")  # the system passes none on
+def _fill_in(word: str, values_of_names: Mapping[str, str]) -> str:
+    for name, value in values_of_names.items():
+        word = word.replace(name, value)
+    return word.replace("\0", "")  # no argument can hold a null character
 
 
 def _base(command: str) -> list[str]:
@@ -201,7 +201,7 @@ _LONG_COMMANDS = (
     "train.coordinates",
     "train.prove",
 )
-# Values of these keys make a start long, or wait for a network, as they should.
+# Legal values of these keys make a start long, or make it wait for a network.
 _LONG = ("train.num_steps", "vocab_size", "launch", "model.num_layers", "seconds")
 
 
@@ -220,23 +220,23 @@ def _keys(dice: random.Random) -> Case:
 
 
 def _words(dice: random.Random) -> Case:
-    """Draw words that are no overrides of keys, groups and flags."""
+    """Draw words that override no known key: text, unknown keys, groups and flags."""
     command = dice.choice([*COMMANDS])
     words = _base(command)
     groups = ("model", "data", "mesh", "optimizer", "schedule", "experiment", "cluster")
     for _ in range(dice.randint(1, 2)):
         text = dice.choice([*TEXTS, *TREES])
-        other = dice.choice([*TEXTS, *NUMBERS])
+        value = dice.choice([*TEXTS, *NUMBERS])
         group = dice.choice(groups)
         forms = [
             text,
-            f"{text}={other}",
-            f"+{text}={other}",
+            f"{text}={value}",
+            f"+{text}={value}",
             f"~{text}",
             f"++{text}",
             f"{group}={text}",
-            f"{group}@{text}={other}",
-            f"hydra.{text}={other}",
+            f"{group}@{text}={value}",
+            f"hydra.{text}={value}",
             f"--{text}",
             f"-{text}",
             f"--config-name={text}",
@@ -274,40 +274,40 @@ def _files(dice: random.Random) -> Case:
         words += ["run.dir={run}", "step=1"]
     number = dice.random()
     content = dice.choice([*CONTENTS])
-    way = dice.choice(
+    action = dice.choice(
         ["write", "write", "write", "cut", "flip", "folder", "delete", "fifo", "loop"]
     )
 
     def damage(run: Path) -> None:
         files = sorted(file for file in run.rglob("*") if file.is_file())
-        small = [
+        candidates = [
             f for f in files if f.suffix in (".json", ".yaml", ".jsonl") or number < 0.1
         ]
-        file = small[int(number * 1000) % len(small)]
-        before = file.read_bytes()
-        if way == "cut":
-            file.write_bytes(before[: len(before) // 2])
-        elif way == "flip":
-            place = len(before) // 3
-            file.write_bytes(before[:place] + b"\xff" + before[place + 1 :])
-        elif way == "write":
+        file = candidates[int(number * 1000) % len(candidates)]
+        previous = file.read_bytes()
+        if action == "cut":
+            file.write_bytes(previous[: len(previous) // 2])
+        elif action == "flip":
+            offset = len(previous) // 3
+            file.write_bytes(previous[:offset] + b"\xff" + previous[offset + 1 :])
+        elif action == "write":
             file.write_bytes(CONTENTS[content])
         else:
             file.unlink()
-        if way == "folder":
+        if action == "folder":
             file.mkdir()
-        elif way == "fifo":
+        elif action == "fifo":
             os.mkfifo(file)
-        elif way == "loop":
+        elif action == "loop":
             file.symlink_to(file)
         damaged.append(str(file.relative_to(run)))
 
     damaged: list[str] = []
-    return Case(words, f"{way} {content if way == 'write' else ''}", damage)
+    return Case(words, f"{action} {content if action == 'write' else ''}", damage)
 
 
 def furnish(folder: Path, run: Path) -> None:
-    """Make a case's folder: a copy of a finished run, and what paths may name."""
+    """Fill the folder of a case: a copy of a finished run, and the files of PATHS."""
     shutil.copytree(run, folder / "run", symlinks=True)
     (folder / "text.txt").write_text("the cat sat on the mat. " * 400)
     (folder / "empty").mkdir()

@@ -1,4 +1,4 @@
-"""Meshes on machines that are not there, without compilers, and steps on them."""
+"""Make meshes on stand-ins for machines, without compilers, and steps on them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ from train.hardware.targets import parse_target
 from train.plan.cost import CollectiveTotal, Flops, HbmBytes, SectionCost, StepCost
 from train.plan.roofline import Prediction, predict
 
-# A model that fills every matrix unit.
+# The dims of this model fill every matrix unit.
 FULL = (
     *("model=llama3_8b", "model.num_heads=16", "model.num_kv_heads=16"),
     *("model.vocab_size=131072", "tracker=none"),
@@ -28,12 +28,12 @@ class Machine(NamedTuple):
     chip: Chip
 
     def predict(self, cost: StepCost) -> Prediction:
-        """Of the config's batch."""
+        """Predict a step on the batch of the config."""
         return predict(cost, *self.place)
 
     @property
     def place(self) -> tuple[Config, Mesh, Chip]:
-        """What `predict` takes behind what a device does."""
+        """The arguments of `predict` after the cost."""
         return self.config, self.mesh, self.chip
 
 
@@ -58,21 +58,25 @@ def execution(
     beside: int = 0,
     needed: float = 0.0,
 ) -> StepCost:
-    """A step with these FLOPs and bytes; it needs as many FLOPs unless told."""
-    moved = HbmBytes(beside, memory - beside)
-    step = SectionCost("step", Flops(products), moved, list(sent))
+    """Return a step with these FLOPs and bytes.
+
+    `needed` is the FLOPs of the model, which are `products` if it is zero. `beside` is
+    the number of bytes that instructions with matrix products move.
+    """
+    hbm_bytes = HbmBytes(beside, memory - beside)
+    step = SectionCost("step", Flops(products), hbm_bytes, list(sent))
     return StepCost(needed or products, (step,), [])
 
 
 def in_one_section(cost: StepCost, flops: Flops | None = None) -> StepCost:
     """Join the sections of a step, which then overlap; `flops` replaces its FLOPs."""
-    whole = SectionCost("step", flops or cost.flops, cost.hbm_bytes, cost.sent)
-    return replace(cost, sections=(whole,))
+    section = SectionCost("step", flops or cost.flops, cost.hbm_bytes, cost.sent)
+    return replace(cost, sections=(section,))
 
 
 def total(
     axes: str, network: str, sent: float, overlapped: float = 0.0
 ) -> CollectiveTotal:
-    """Gathers along axes."""
+    """Return the total of one gather along mesh axes, whose names spaces separate."""
     names = tuple(axes.split())
     return CollectiveTotal(names, network, "all-gather", 1, int(sent), sent, overlapped)

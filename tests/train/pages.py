@@ -1,4 +1,4 @@
-"""A page as a browser shows it: its scripts run by node, its HTML taken apart."""
+"""Read a page as a browser shows it: node runs its scripts, and HTML is parsed."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-# As much of a browser as a page needs to be drawn.
+# These are the parts of a browser that a page needs to be drawn.
 _BROWSER = """
 const source = {textContent: require("fs").readFileSync(0)};
 const document = {
@@ -18,7 +18,7 @@ _DRAWN = "console.log(JSON.stringify([document.title, document.body.innerHTML]))
 
 
 class Page(HTMLParser):
-    """Collects text and scripts, and checks that tags are balanced."""
+    """A parser that collects text and scripts, and checks that tags are balanced."""
 
     def __init__(self, html: str):
         super().__init__()
@@ -57,22 +57,22 @@ def data_of(html: str) -> dict:
 
 
 def run_scripts(html: str, after: str) -> str:
-    """Run the scripts of a page, then one more; return what that prints."""
+    """Run the scripts of a page, then the script `after`; return its output."""
     data, *scripts = Page(html).scripts
     return run_node("".join([_BROWSER, *scripts, after]), data)
 
 
-def run_node(script: str, given: str = "") -> str:
-    """Run a script with something to read; return what it prints."""
+def run_node(script: str, stdin: str = "") -> str:
+    """Run a script with text on its standard input; return what it prints."""
     node = shutil.which("node") or pytest.skip("needs node")
-    run = [node, "-e", script]
-    ended = subprocess.run(run, input=given, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    command = [node, "-e", script]
+    result = subprocess.run(command, input=stdin, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def drawn(html: str) -> Page:
-    """Return the page once it is drawn."""
+    """Return the page as it is after its scripts have drawn it."""
     title, body = json.loads(run_scripts(html, _DRAWN))
     assert title in Page(body).text
     return Page(body)

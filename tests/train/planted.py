@@ -1,7 +1,6 @@
 """Secrets of many forms, for tests that plant them. None of them is real.
 
-Each is a text that holds the word SECRET (in some letters) where the secret is, and a
-part of the secret that must not be shown.
+Each is a text with a secret in it, and the part of the secret that must not be shown.
 """
 
 _HEX = "0123456789abcdef"
@@ -12,10 +11,10 @@ def _letters(count: int) -> str:
 
 
 def planted() -> dict[str, tuple[str, str]]:
-    """Return (text, the secret in it) by a name of the form."""
+    """Return (text, the secret in it) for the name of each form."""
     key = "PLANTED" + "K7Q2" * 4
     word = "Planted5ecret"
-    found = {
+    secrets = {
         # URLs
         "s3 password": (f"s3://AKID:{word}@bucket/run", word),
         "s3 password with a slash": (f"s3://AKID:Pl/{word}+x@bucket/run", word),
@@ -84,12 +83,12 @@ def planted() -> dict[str, tuple[str, str]]:
             _letters(40),
         ),
     }
-    return found
+    return secrets
 
 
 PLANTED = planted()
 
-# What looks a little like a secret, and must stay readable.
+# These texts look a little like secrets, and must stay readable.
 READABLE = [
     *(
         "data.tokenizer=tiktoken_gpt2",

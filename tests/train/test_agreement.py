@@ -1,4 +1,4 @@
-"""What processes ask of each other when they are not training, and fail to answer."""
+"""Processes stop together, wait for each other, and name one that does not answer."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ JOIN = """
 cluster = join(config, preemption.hold)
 first = cluster.is_leader
 """
-# Process 0 leaves last: with it goes what the others still ask.
+# Process 0 leaves last, because it serves the requests of the others.
 END = """
 jax.distributed.shutdown()
 sys.stdout.flush(); sys.stderr.flush()
@@ -32,16 +32,16 @@ os._exit(0)
 
 
 def run(folder: Path, *code: str) -> tuple[list[int], list[str]]:
-    """Run code on two processes; give exit codes and what they said."""
+    """Run code on two processes; return their exit codes and outputs."""
     (folder / "drill.py").write_text("".join([PRELUDE, *code, END]))
-    times = ("distributed.init_timeout_s=40", "distributed.barrier_timeout_s=12")
-    fleet = Fleet(folder, times, 2, module="drill")
+    timeouts = ("distributed.init_timeout_s=40", "distributed.barrier_timeout_s=12")
+    fleet = Fleet(folder, timeouts, 2, module="drill")
     return fleet.wait(120), [fleet.said(process) for process in range(2)]
 
 
 def test_a_signal_while_jax_connects_the_processes_stops_all(tmp_path):
-    """The others wait for this one by then, and for minutes if it left alone."""
-    signalled = """
+    """The other process waits for this one, and would wait for minutes if it left."""
+    signal_while_connecting = """
 connect = jax.distributed.initialize
 
 def initialize(*args, **kwargs):
@@ -52,25 +52,25 @@ def initialize(*args, **kwargs):
 
 jax.distributed.initialize = initialize
 """
-    connected = "preemption.connect(cluster); time.sleep(60)\n"
-    codes, said = run(tmp_path, signalled, JOIN, connected)
-    assert codes == [42, 42], said
+    wait_for_signal = "preemption.connect(cluster); time.sleep(60)\n"
+    codes, outputs = run(tmp_path, signal_while_connecting, JOIN, wait_for_signal)
+    assert codes == [42, 42], outputs
 
 
-def test_one_that_does_not_answer_a_request_is_named(tmp_path):
+def test_a_process_that_does_not_answer_a_request_is_named(tmp_path):
     code = """
 if first:
     preemption.connect(cluster)
     preemption.request(SAVE)
 time.sleep(60)
 """
-    codes, said = run(tmp_path, JOIN, code)
-    assert codes[0] == 134, said
-    assert "could not agree: no answer from process 1 within" in said[0]
+    codes, outputs = run(tmp_path, JOIN, code)
+    assert codes[0] == 134, outputs
+    assert "could not agree: no answer from process 1 within" in outputs[0]
 
 
 def test_the_others_wait_as_long_as_a_search_makes_progress(tmp_path):
-    """Longer than they wait for a process that says nothing."""
+    """They wait longer than for a process that reports nothing."""
     code = """
 from train import preflight
 from train.distributed.processes import Cluster
@@ -97,6 +97,6 @@ print(fsdp == jax.device_count(), len(beats) > 10, file=sys.stderr)
 preemption.close()
 """
     text = *TINY, *of_text(write_text(tmp_path))
-    codes, said = run(tmp_path, f"TINY = {text!r}\n", JOIN, code)
-    assert codes == [0, 0], said
-    assert all("True True" in text for text in said), said
+    codes, outputs = run(tmp_path, f"TINY = {text!r}\n", JOIN, code)
+    assert codes == [0, 0], outputs
+    assert all("True True" in text for text in outputs), outputs

@@ -25,7 +25,7 @@ from train.run.branch import begin_branch
 from train.run.digests import SEAL, digests, find_damage
 from train.run.starts import first_config, newest_start
 
-# Fixtures.
+# Pytest finds the fixtures by these names.
 folder = doors.folder
 door = doors.door
 
@@ -44,7 +44,7 @@ LEVEL = ("schedule=constant", "checkpoint.keep_every_steps=5")
 
 @pytest.fixture(scope="module")
 def trunk(folder: Path, door: Door) -> Path:
-    """A run of twenty steps at a level rate, with checkpoints at every fifth."""
+    """Train twenty steps at a constant learning rate, with a checkpoint every five."""
     result = door(folder / "trunk", *LEVEL)
     assert result.returncode == 0, result.stderr
     return folder / "trunk"
@@ -52,7 +52,7 @@ def trunk(folder: Path, door: Door) -> Path:
 
 @pytest.fixture
 def branch(trunk: Path, folder: Path, forks: Forks):
-    """Start a branch through the door, given overrides."""
+    """Start a branch with `python -m train.branch`, given a step and overrides."""
 
     def branch(step: int, *overrides: str, drill: str = "") -> Result:
         words = ["-m", "train.branch", f"from={trunk}@{step}", *overrides]
@@ -63,22 +63,22 @@ def branch(trunk: Path, folder: Path, forks: Forks):
 
 
 @pytest.mark.slow
-def test_a_branch_decays_and_another_is_the_trunk_to_the_bit(trunk, branch):
-    """One of them is interrupted, and continued by the same command."""
-    before = digests(epath.Path(trunk))
-    same = branch(10)
-    assert same.returncode == 0, same.stderr
-    assert "from step 10" in same.stdout
-    again = trunk.parent / "trunk-10"
-    assert steps(again) == steps(trunk)
+def test_a_branch_decays_and_an_unchanged_branch_equals_its_trunk(trunk, branch):
+    """The branch that decays is interrupted, and the same command continues it."""
+    digests_before = digests(epath.Path(trunk))
+    unchanged = branch(10)
+    assert unchanged.returncode == 0, unchanged.stderr
+    assert "from step 10" in unchanged.stdout
+    unchanged_run = trunk.parent / "trunk-10"
+    assert steps(unchanged_run) == steps(trunk)
     jax.tree.map(
-        np.testing.assert_array_equal, state_of(again, 20), state_of(trunk, 20)
+        np.testing.assert_array_equal, state_of(unchanged_run, 20), state_of(trunk, 20)
     )
 
     decay = ("train.num_steps=13", "schedule.name=wsd", "schedule.decay_steps=5")
     decay += ("schedule.final_fraction=0.5", "optimizer.weight_decay=0.2")
-    crashed = branch(5, *decay, drill="crash:0:9")
-    assert crashed.returncode == 1, crashed.stderr
+    crash = branch(5, *decay, drill="crash:0:9")
+    assert crash.returncode == 1, crash.stderr
     result = branch(5, *decay)
     assert result.returncode == 0, result.stderr
     run = trunk.parent / "trunk-5"
@@ -93,7 +93,7 @@ def test_a_branch_decays_and_another_is_the_trunk_to_the_bit(trunk, branch):
     assert record.pop("config")
     assert record == {"run": str(trunk), "run_id": trunk_id, "step": 5}
     assert newest_start(epath.Path(run))["run_id"] != trunk_id
-    assert digests(epath.Path(trunk)) == before
+    assert digests(epath.Path(trunk)) == digests_before
 
 
 def test_a_step_without_a_checkpoint_is_refused_with_those_that_exist(trunk, branch):
@@ -154,7 +154,7 @@ def test_later_batches_and_permitted_keys_may_change(begin):
 
 
 def test_a_jump_of_the_learning_rate_is_a_warning(begin, caplog):
-    """At step 10 of 12, two of five steps of a decay are left."""
+    """Step 10 of 12 is inside the decay: two of its five steps are left."""
     begin("schedule.name=wsd", "schedule.decay_steps=5", "train.num_steps=12")
     (record,) = caplog.records
     assert "step 10: it has 46% of the peak, and 100% in the trunk" in record.message
@@ -207,8 +207,8 @@ def change_config(trunk: Path) -> None:
     (trunk / "starts/2.yaml").write_text(yaml.safe_dump(start))
 
 
-def begin_again(trunk: Path) -> None:
-    """Replace a trunk by another run of the same name."""
+def become_another_run(trunk: Path) -> None:
+    """Change the records of a trunk into those of another run of the same name."""
     start = yaml.safe_load((trunk / "starts/1.yaml").read_text())
     start |= {"run_id": "another", "changes": {"seed": 7}}
     (trunk / "starts/1.yaml").write_text(yaml.safe_dump(start))
@@ -221,7 +221,7 @@ FATES: dict[str, Callable[[Path], object]] = {
     "without checkpoints": lambda trunk: shutil.rmtree(trunk / "checkpoints"),
     "without a config": lambda trunk: (trunk / "config.yaml").unlink(),
     "damaged": lambda trunk: (trunk / "config.yaml").write_text("["),
-    "another run": begin_again,
+    "another run": become_another_run,
 }
 
 
@@ -233,23 +233,23 @@ FATES: dict[str, Callable[[Path], object]] = {
     ],
 )
 def test_a_branch_reads_its_trunk_once(trunk, tmp_path, fate, lost):
-    """Its config stays the same, whatever happens later to the trunk."""
+    """The config of a branch stays the same, whatever happens later to its trunk."""
     copy = Path(shutil.copytree(trunk, tmp_path / "trunk"))
     words = [f"from={copy}@10", "schedule.final_fraction=0.3", "run.name=branch"]
 
-    def configured() -> Config:
+    def read_config() -> Config:
         schema, overrides = read_schema(words)
         overrides = quote_text(overrides, schema)
         return training_config(check_command_line(overrides, "branch", schema))
 
-    config = configured()
+    config = read_config()
     path = epath.Path(tmp_path / "branch")
     step = epath.Path(copy) / "checkpoints/10"
     begin_branch(path, config, open_sources(config.data), step, lambda: None)
     if lost:
         LOSSES[lost](path)
     FATES[fate](copy)
-    assert configured() == config
+    assert read_config() == config
     begin_branch(path, config, open_sources(config.data), step, lambda: None)
 
 

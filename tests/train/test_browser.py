@@ -26,7 +26,7 @@ OPTIONS = [
     *("--disable-background-networking", "--disable-component-update"),
     *("--disable-sync", "--virtual-time-budget=5000", "--enable-logging=stderr"),
 ]
-# Uses each control of a page, and notes what is then seen.
+# This script uses each control of a page, and records what is visible afterwards.
 SCRIPT = """<script>
 const visible = selector => [...document.querySelectorAll(selector)].filter(part => {
   const {width, height} = part.getBoundingClientRect();
@@ -51,8 +51,8 @@ document.body.append(seen);
 </script>"""
 
 
-class Seen(NamedTuple):
-    """What a browser shows of a page.
+class Shown(NamedTuple):
+    """The content of a page in a browser.
 
     data: the JSON in the page.
     views: the text and the number of drawn parts, first and after each control is used.
@@ -68,7 +68,7 @@ class Seen(NamedTuple):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with a little text, in which commands run."""
+    """Make the working folder of the commands, with a little text."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "text").mkdir()
     for n in range(20):
@@ -82,55 +82,59 @@ def run(folder: Path) -> Callable[..., str]:
 
     def run(*command: str, codes: tuple[int, ...] = (0,)) -> str:
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", *command],
             cwd=folder,
             env=environment,
             capture_output=True,
             text=True,
         )
-        assert done.returncode in codes, done.stderr
-        return done.stdout
+        assert result.returncode in codes, result.stderr
+        return result.stdout
 
     return run
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory) -> Callable[[Path], Seen]:
+def shown(tmp_path_factory) -> Callable[[Path], Shown]:
     """Return a function that opens a page, and fails if the console has a message."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None and os.environ.get("LONGHAUL_FULL") != "1":
         pytest.skip("needs chromium")
     assert browser, "chromium is missing"
 
-    def shown(page: Path) -> Seen:
+    def shown(page: Path) -> Shown:
         profile = tmp_path_factory.mktemp("profile")
         text = page.read_text()
         copy = page.with_name(f"shown-{page.name}")
         copy.write_text(text + SCRIPT)
-        done = subprocess.run(
+        result = subprocess.run(
             [browser, *OPTIONS, f"--user-data-dir={profile}", copy.as_uri()],
             capture_output=True,
             text=True,
             timeout=1200,
         )
-        messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+        messages = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
         assert messages == []
-        (seen,) = re.findall(r'<pre id="seen">(.+?)</pre>', done.stdout, re.S)
-        views = {view["name"]: view for view in json.loads(html.unescape(seen))}
+        (views_json,) = re.findall(r'<pre id="seen">(.+?)</pre>', result.stdout, re.S)
+        views = {view["name"]: view for view in json.loads(html.unescape(views_json))}
         (data,) = re.findall(r'<script[^>]*id="data">(.*?)</script>', text, re.S)
-        return Seen(json.loads(data), views)
+        return Shown(json.loads(data), views)
 
     return shown
 
 
 @pytest.fixture(scope="module")
 def runs(run) -> list[str]:
-    """Two short runs, the second with experts."""
-    more = ("train.num_steps=4", "log.interval_steps=1", "eval.final_num_batches=1")
+    """Train two short runs, the second with experts."""
+    overrides = (
+        "train.num_steps=4",
+        "log.interval_steps=1",
+        "eval.final_num_batches=1",
+    )
     experts = ("model=moe_nano", "log.numerics_interval_steps=1")
-    run("train", "run.dir=a", *more, *SMALL, CPU)
-    run("train", "run.dir=b", *more, *experts, *SMALL, CPU)
+    run("train", "run.dir=a", *overrides, *SMALL, CPU)
+    run("train", "run.dir=b", *overrides, *experts, *SMALL, CPU)
     return ["a", "b"]
 
 
@@ -146,51 +150,51 @@ def runs(run) -> list[str]:
     ids=["cpu", "gpu", "tpu", "too large", "growing"],
 )
 def test_a_plan_says_what_its_json_and_the_terminal_say(run, folder, shown, options):
-    printed = run("train.plan", "output=plan", *SMALL, *options, codes=(0, 4))
+    output = run("train.plan", "output=plan", *SMALL, *options, codes=(0, 4))
     plan = json.loads((folder / "plan/plan.json").read_text())
-    seen = shown(folder / "plan/plan.html")
-    text = seen.first["text"]
-    assert seen.data == plan
+    page = shown(folder / "plan/plan.html")
+    text = page.first["text"]
+    assert page.data == plan
     assert f"{format_count(plan['num_parameters'])} parameters" in text
     parts = [plan["per_device"][name] for name in ("parameters", "optimizer state")]
     for figure in (plan["needed"], *parts):
         assert format_bytes(figure["bytes"]) in text
-    assert seen.first["bars"] > 0
+    assert page.first["bars"] > 0
     for array in plan["layout"]["arrays"]:
         assert array["name"] in text
     verdict = plan["verdict"]
     assert (verdict is None) is (CPU in options)
     if verdict:
         words = f"{verdict['answer']}, {verdict['reason']}"
-        assert f"\nfits        {words}\n" in printed
+        assert f"\nfits        {words}\n" in output
         assert f"Fits: {words}." in text
     if plan["prediction"] and verdict:
-        (predicted,) = re.findall(r"^predicted +(.+)$", printed, re.M)
-        assert predicted in text
+        (prediction,) = re.findall(r"^predicted +(.+)$", output, re.M)
+        assert prediction in text
 
 
 def test_the_report_of_a_run(runs, folder, shown):
     for name in runs:
         lines = (folder / name / "metrics.jsonl").read_text().splitlines()
         last = [row for row in map(json.loads, lines) if "loss" in row][-1]
-        seen = shown(folder / name / "report.html")
+        page = shown(folder / name / "report.html")
         assert last["step"] == 4
-        assert f"{last['loss']:.4f}" in seen.first["text"]
-        assert format_count(last["tokens"]) in seen.first["text"]
-        assert seen.first["lines"] > 0
-        assert seen.first["bars"] > 0
-    assert seen.first["cells"] > 0  # heat maps of the experts
+        assert f"{last['loss']:.4f}" in page.first["text"]
+        assert format_count(last["tokens"]) in page.first["text"]
+        assert page.first["lines"] > 0
+        assert page.first["bars"] > 0
+    assert page.first["cells"] > 0  # heat maps of the experts
 
 
 def test_the_comparison_of_runs(run, runs, folder, shown):
     run("train.report", f"runs=[{','.join(runs)}]", "output=both.html")
-    seen = shown(folder / "both.html")
-    assert {"", "step", "tokens"} <= {*seen.views}
-    for view in seen.views.values():
+    page = shown(folder / "both.html")
+    assert {"", "step", "tokens"} <= {*page.views}
+    for view in page.views.values():
         assert view["lines"] >= len(runs)
-    for _, _, rows in seen.data["tables"]:
+    for _, _, rows in page.data["tables"]:
         for cell in (cell for row in rows for cell in row if cell):
-            assert str(cell) in seen.first["text"]
+            assert str(cell) in page.first["text"]
 
 
 @pytest.mark.parametrize(
@@ -201,13 +205,13 @@ def test_the_curves_of_coordinates(run, folder, shown, widths, depths):
     optimizer = ("optimizer=adamw", "optimizer.base_width=16", "steps=1")
     heads = ("model.num_heads=4", "model.num_kv_heads=4")
     command = ("train.coordinates", *SMALL, CPU, *optimizer, *heads, *sizes)
-    printed = run(*command, codes=(0, 5)).splitlines()
-    seen = shown(folder / "coordinates.html")
-    axes = [name for name, used in (("width", widths), ("depth", depths)) if used]
-    assert {*seen.views} == {"", *axes}
-    for view in seen.views.values():
+    output_lines = run(*command, codes=(0, 5)).splitlines()
+    page = shown(folder / "coordinates.html")
+    axes = [name for name, values in (("width", widths), ("depth", depths)) if values]
+    assert {*page.views} == {"", *axes}
+    for view in page.views.values():
         assert view["lines"] > 5
-    for _, _, rows in seen.data["tables"]:
+    for _, _, rows in page.data["tables"]:
         for row in rows:
-            assert row[0] in seen.first["text"]
-            assert any(line.split() == " ".join(row).split() for line in printed)
+            assert row[0] in page.first["text"]
+            assert any(line.split() == " ".join(row).split() for line in output_lines)

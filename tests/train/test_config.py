@@ -1,4 +1,4 @@
-"""What a config may be, and what is said of one that is wrong."""
+"""A config that breaks a rule is refused, and the error names the key and the rule."""
 
 from typing import Any
 
@@ -21,16 +21,16 @@ RULES = yaml.safe_load((CONFIG_DIR / "mesh" / "rules.yaml").read_text())
 
 
 def mistakes(text: str, schema: type = Config) -> list[Mistake]:
-    """List mistakes by type and bounds, or else by rules between keys.
+    """List the mistakes of type and bounds; if there are none, those between keys.
 
-    Rules of sharding that the mesh lacks are those of the presets.
+    Sharding rules that the mesh lacks are taken from the presets.
     """
     values: dict[str, Any] = yaml.safe_load(text) or {}
     if schema is Config:
         mesh = values.setdefault("mesh", {})
         mesh |= {name: RULES[name] | mesh.get(name, {}) for name in RULES}
-    config, wrong = convert(values, schema)
-    return wrong or (config_mistakes if schema is Config else must_name_run)(config)
+    config, errors = convert(values, schema)
+    return errors or (config_mistakes if schema is Config else must_name_run)(config)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,9 @@ def test_each_rule_names_its_key(text: str, key: str):
         (SampleConfig, "", "run.dir"),
     ],
 )
-def test_so_do_those_of_commands_on_a_run(schema: type, text: str, key: str):
+def test_each_rule_of_commands_on_a_run_names_its_key(
+    schema: type, text: str, key: str
+):
     assert [mistake.key for mistake in mistakes(text, schema)] == [key]
 
 
@@ -121,11 +123,11 @@ def test_so_do_those_of_commands_on_a_run(schema: type, text: str, key: str):
         "model: {position: learned, max_sequence_length: 256}",
     ],
 )
-def test_what_is_allowed_at_the_edge(text: str):
+def test_values_at_the_limits_are_allowed(text: str):
     assert mistakes(text) == []
 
 
-def test_a_mesh_without_rules_is_told_each():
+def test_a_mesh_without_rules_is_told_each_rule():
     names = [*RULES["params"], *RULES["activations"]]
     assert sorted(m.key.split(".")[2] for m in config_mistakes(Config())) == sorted(
         names
@@ -153,13 +155,13 @@ def test_a_rank_file_needs_its_hash():
         ("mode1.num_heads", "model.num_heads"),
     ],
 )
-def test_did_you_mean(word: str, meant: str):
+def test_a_similar_key_is_suggested(word: str, meant: str):
     names = flatten(Config())
     assert meant in similar_names(word, names)
     assert similar_names("mesh.params.xyz", names) == []
 
 
-def test_an_unknown_key_without_a_like_shows_where_keys_are_listed():
+def test_an_unknown_key_without_a_similar_one_shows_where_keys_are_listed():
     assert "--cfg job" in unknown_key(Config, "xyz.abc").rule
     assert "; log has interval_steps, " in unknown_key(Config, "log.xyz.abc").rule
 
@@ -171,8 +173,8 @@ def test_the_nearest_multiples_are_named(value: int, step: int, said: str):
     assert nearest(value, step) == f"nearest: {said}"
 
 
-def test_a_config_is_the_same_after_it_was_a_file(tmp_path):
-    config, wrong = convert(
+def test_a_config_that_is_written_and_read_is_the_same(tmp_path):
+    config, invalid_fields = convert(
         {
             **{"seed": 3, "run": {"allow_change": ["data"]}},
             "mesh": {"fsdp": -1, "params": {"embed": "fsdp", "layers": None}},
@@ -181,24 +183,24 @@ def test_a_config_is_the_same_after_it_was_a_file(tmp_path):
         },
         Config,
     )
-    assert wrong == []
+    assert invalid_fields == []
     path = tmp_path / "config.yaml"
     path.write_text(config_yaml(config))
-    back = read_yaml(path)
-    assert back == config
-    assert type(back.optimizer.name) is OptimizerName
-    assert run_name(back) == run_name(config)
+    config_of_file = read_yaml(path)
+    assert config_of_file == config
+    assert type(config_of_file.optimizer.name) is OptimizerName
+    assert run_name(config_of_file) == run_name(config)
 
 
 def test_a_bad_config_file_names_every_bad_key(tmp_path):
     path = tmp_path / "config.yaml"
     data = "data: {document_start: true}\n"
     path.write_text(f"seed: x\nmodel: {{num_heads: 3, layers: 4}}\nold: 1\n{data}")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         read_yaml(path)
-    assert [m.key for m in caught.value.mistakes] == ["seed", "model.layers", "old"]
-    assert str(path) in str(caught.value)
-    path.write_text(f"seed: 4\n{data}")  # What it lacks has its default.
+    assert [m.key for m in error.value.mistakes] == ["seed", "model.layers", "old"]
+    assert str(path) in str(error.value)
+    path.write_text(f"seed: 4\n{data}")  # Missing keys have their defaults.
     assert read_yaml(path) == Config(seed=4, data=DataConfig(document_start=True))
     with pytest.raises(ConfigError, match="does not exist"):
         read_yaml(tmp_path / "none.yaml")
@@ -206,16 +208,16 @@ def test_a_bad_config_file_names_every_bad_key(tmp_path):
 
 @pytest.mark.parametrize("text", ["seed: 4\n", "data:\n", "data: {skip_steps: []}\n"])
 def test_the_config_of_a_run_that_another_version_began_is_refused(tmp_path, text):
-    """By one rule, whatever else it has: not by each key that is not known."""
+    """The one mistake is the missing key; unknown keys are not listed as well."""
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         read_yaml(path)
-    (mistake,) = caught.value.mistakes
+    (mistake,) = error.value.mistakes
     assert mistake.key == str(path)
     assert "lacks data.document_start" in mistake.rule
     assert "start another run.name" in mistake.rule
-    assert exit_code(caught.value) == 78
+    assert exit_code(error.value) == 78
 
 
 @pytest.mark.parametrize(

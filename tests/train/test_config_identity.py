@@ -1,4 +1,4 @@
-"""What a run is called, and what a change of its config means."""
+"""The config sets the name of a run, and each change of it is classified."""
 
 from dataclasses import fields, replace
 
@@ -28,12 +28,12 @@ from train.identity import (
 )
 
 
-def test_the_name_is_of_what_makes_the_run():
+def test_the_name_depends_on_what_makes_the_run():
     config = Config()
     name = run_name(config)
     assert name.startswith("gpt-python-")
     assert len(name.rpartition("-")[2]) == 8
-    same = replace(
+    same_config = replace(
         config,
         train=TrainConfig(num_steps=5, remat=Remat.full, pipeline_microbatches=4),
         mesh=MeshConfig(data=8, pipeline=2),
@@ -41,19 +41,19 @@ def test_the_name_is_of_what_makes_the_run():
         data=DataConfig(prefetch=9, cache_dir="x"),
         eval=EvalConfig(num_batches=1),
     )
-    assert run_name(same) == name
-    others = [
+    assert run_name(same_config) == name
+    other_configs = [
         replace(config, seed=1),
         replace(config, optimizer=OptimizerConfig(learning_rate=2e-3)),
         replace(config, data=DataConfig(batch_size=8)),
         replace(config, model=ModelConfig(num_layers=5)),
         replace(config, schedule=ScheduleConfig(warmup_steps=7)),
     ]
-    assert len({name, *map(run_name, others)}) == len(others) + 1
+    assert len({name, *map(run_name, other_configs)}) == len(other_configs) + 1
     assert run_dir(config) == f"runs/{name}"
     assert run_name(replace(config, run=RunConfig(name="me"))) == "me"
-    named = replace(config, run=RunConfig(name="me", dir="gs://b/r"))
-    assert run_dir(named) == "gs://b/r"
+    named_config = replace(config, run=RunConfig(name="me", dir="gs://b/r"))
+    assert run_dir(named_config) == "gs://b/r"
 
 
 def test_differences_are_classified():
@@ -86,12 +86,12 @@ def test_differences_are_classified():
 
 
 def test_every_key_of_the_tables_exists():
-    known = [*flatten(Config()), *(f.name for f in fields(Config))]
-    assert [key for key in (*ALLOWED, *HARMLESS) if key not in known] == []
+    keys = [*flatten(Config()), *(f.name for f in fields(Config))]
+    assert [key for key in (*ALLOWED, *HARMLESS) if key not in keys] == []
 
 
-def test_documents_begin_by_default_as_the_key_says_if_it_is_given():
-    """null, the default, is true; without a document mask the key has no effect."""
+def test_document_start_is_true_by_default():
+    """The default, null, means true. Without a document mask the key has no effect."""
     default = DataConfig()
 
     def differences(old: DataConfig, new: DataConfig) -> list[str]:
@@ -99,12 +99,22 @@ def test_documents_begin_by_default_as_the_key_says_if_it_is_given():
             str(diff) for diff in config_differences(Config(data=old), Config(data=new))
         ]
 
-    given, without = (replace(default, document_start=x) for x in (True, False))
-    assert differences(default, given) == differences(given, default) == []
-    changed = "data.document_start: true -> false (refused)"
-    assert differences(default, without) == differences(given, without) == [changed]
+    with_start, without_start = (
+        replace(default, document_start=x) for x in (True, False)
+    )
+    assert differences(default, with_start) == differences(with_start, default) == []
+    difference = "data.document_start: true -> false (refused)"
+    assert (
+        differences(default, without_start)
+        == differences(with_start, without_start)
+        == [difference]
+    )
     name = run_name(Config())
-    assert name == "gpt-python-44136fa3"  # as before there was such a key
-    assert run_name(Config(data=given)) == name != run_name(Config(data=without))
-    unmasked = [replace(data, document_mask=False) for data in (default, without)]
+    assert name == "gpt-python-44136fa3"  # the name of a config without this key
+    assert (
+        run_name(Config(data=with_start))
+        == name
+        != run_name(Config(data=without_start))
+    )
+    unmasked = [replace(data, document_mask=False) for data in (default, without_start)]
     assert differences(*unmasked) == []

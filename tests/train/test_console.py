@@ -55,7 +55,7 @@ def test_plain_lines_first_last_and_every_five_seconds(capsys, clock):
     lines = err.splitlines()
     assert out == ""
     assert lines[0] == "step 1,010/1,300  loss 3.2100  1.2M tokens/s  MFU 41.2%"
-    # 24 more updates of one second each to go, judged by this start only.
+    # 24 updates of one second each are left; only the speed of this start counts.
     assert lines[1].endswith("MFU 41.2%  24 s left")
     steps = [int(line.split("/")[0][5:].replace(",", "")) for line in lines]
     assert steps == [1010, 1060, 1110, 1160, 1210, 1260, 1300]
@@ -158,11 +158,11 @@ def test_a_table_on_a_terminal_loses_nothing(terminal):
         (format_seconds, {200: "3 min 20 s", 3599.8: "1 h 00 min", 86_399: "1 d 00 h"}),
     ],
 )
-def test_numbers_for_people(formatted, texts):
+def test_numbers_are_formatted_for_people(formatted, texts):
     assert {number: formatted(number) for number in texts} == texts
 
 
-def test_what_could_steer_a_terminal_is_escaped():
+def test_control_characters_are_escaped():
     text = "def f():\n\tpass  # é 日本 \x1b[31m\r\x07\x9b\u202e\0"
     assert printable(text) == (
         "def f():\n\tpass  # é 日本 \\x1b[31m\\r\\x07\\x9b\\u202e\\x00"

@@ -1,4 +1,4 @@
-"""Rows that devices share; other meshes are in test_meshes.py."""
+"""Devices that share rows attend correctly; test_meshes.py has other meshes."""
 
 import numpy as np
 import pytest
@@ -16,52 +16,54 @@ ALL_GATHER = "mesh.context_attention=all_gather"
 @pytest.mark.parametrize(
     "way", [pytest.param(RING, marks=pytest.mark.slow), ALL_GATHER]
 )
-def test_keys_of_all_heads_on_each_device_meet_their_own_queries(gradients, way):
-    """Of eight query heads a device has four, and all four of the keys' heads."""
-    everywhere = ("mesh.params.kv_heads=null", "mesh.activations.kv_heads=null")
-    mesh = ("mesh.context=2", "mesh.tensor=2", "mesh.fsdp=2", way, *everywhere)
+def test_replicated_key_heads_meet_their_own_queries(gradients, way):
+    """A device has four of the eight query heads, and all four key heads."""
+    replicated_heads = ("mesh.params.kv_heads=null", "mesh.activations.kv_heads=null")
+    mesh = ("mesh.context=2", "mesh.tensor=2", "mesh.fsdp=2", way, *replicated_heads)
     loss, grads, _ = gradients(*GROUPED, "mesh=single", devices=1)
-    found = gradients(*GROUPED, *mesh)
-    assert found[0] == pytest.approx(loss, rel=1e-5)
-    assert distance(found[1], grads) < 1e-5
+    actual = gradients(*GROUPED, *mesh)
+    assert actual[0] == pytest.approx(loss, rel=1e-5)
+    assert distance(actual[1], grads) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 7])
-def test_no_loss_depends_on_what_comes_after_it(gradients, programs, window):
-    """By gradients: of one target a row, with respect to the embedding of each token.
+def test_no_loss_depends_on_later_tokens(gradients, programs, window):
+    """The loss of one target a row has gradients only for the tokens that it may see.
 
-    Every token of the batch is another one, so that each has a row of its own there.
+    All tokens of the batch differ, so each has its own row of the embedding gradient.
     """
-    named = (*GROUPED, "model.vocab_size=512", "model.tied_head=false")
-    named = (*named, f"model.window={window or 'null'}", "model.num_layers=4")
-    named = (*named, "mesh.context=4", "mesh.pipeline=2", "data.batch_size=8")
+    overrides = (*GROUPED, "model.vocab_size=512", "model.tied_head=false")
+    overrides = (*overrides, f"model.window={window or 'null'}", "model.num_layers=4")
+    overrides = (*overrides, "mesh.context=4", "mesh.pipeline=2", "data.batch_size=8")
     B = 8
     T = 32
     tokens = np.arange(B * T, dtype=np.int32).reshape(B, T)
-    places = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
     documents = np.where(np.arange(T) < 13, 1, 2) * np.ones((B, 1))
     for first in range(0, T, B):  # each position is the target of some row
-        own = first + np.arange(B)[:, None]
+        target_positions = first + np.arange(B)[:, None]
         batch = Batch(
             inputs=tokens,
-            targets=np.where(places == own, tokens, -1),
+            targets=np.where(positions == target_positions, tokens, -1),
             segment_ids=documents.astype(np.int32),
-            positions=places,
+            positions=positions,
         )
-        _, grads, _ = gradients(*named, batch=batch)
+        _, grads, _ = gradients(*overrides, batch=batch)
         rows = np.abs(grads["embedding"]["weight"][: B * T]).sum(1).reshape(B, T)
-        same = documents == np.take_along_axis(documents, own, axis=1)
-        before = same & (places <= own)
+        same_document = documents == np.take_along_axis(
+            documents, target_positions, axis=1
+        )
+        visible = same_document & (positions <= target_positions)
         if window is not None:  # four layers reach four times as far
-            before &= own - places <= 4 * (window - 1)
-        np.testing.assert_array_equal(rows > 0, before)
+            visible &= target_positions - positions <= 4 * (window - 1)
+        np.testing.assert_array_equal(rows > 0, visible)
 
 
 @pytest.mark.parametrize(
     ("asked", "kernel", "length", "kv_heads", "answer"),
     [
-        ("auto", "splash", 4096, 3, "ring"),  # every layer would save what is gathered
+        ("auto", "splash", 4096, 3, "ring"),  # every layer would save the gathered keys
         ("auto", "xla", 4100, 3, "all_gather"),
         ("auto", "cudnn", 4100, 8, "ulysses"),
         ("auto", "cudnn_packed", 4096, 8, "ulysses"),
@@ -74,24 +76,26 @@ def test_no_loss_depends_on_what_comes_after_it(gradients, programs, window):
         ("all_gather", "cudnn", 4096, 8, "needs model.attention=xla or splash"),
     ],
 )
-def test_what_can_serve_is_taken(asked, kernel, length, kv_heads, answer):
-    given = Attention(kernel), 4, length, kv_heads
+def test_a_context_attention_that_can_serve_is_chosen(
+    asked, kernel, length, kv_heads, answer
+):
+    arguments = Attention(kernel), 4, length, kv_heads
     if answer in list(ContextAttention):
-        assert choose_context_attention(ContextAttention(asked), *given) == answer
+        assert choose_context_attention(ContextAttention(asked), *arguments) == answer
         return
     with pytest.raises(ValueError, match=answer):
-        choose_context_attention(ContextAttention(asked), *given)
+        choose_context_attention(ContextAttention(asked), *arguments)
 
 
 @pytest.mark.parametrize(
     ("kernel", "kv_bytes", "answer"),
     [
         ("splash", 2**30, "all_gather"),
-        ("splash", 2**30 + 1, "ring"),  # too large with its gradients
+        ("splash", 2**30 + 1, "ring"),  # too large together with the gradients
         ("cudnn", 1, "ring"),
     ],
 )
-def test_splash_gathers_what_takes_little_memory(kernel, kv_bytes, answer):
+def test_splash_gathers_keys_that_take_little_memory(kernel, kv_bytes, answer):
     auto = ContextAttention.auto
     assert (
         choose_context_attention(auto, Attention(kernel), 4, 4096, 3, kv_bytes)

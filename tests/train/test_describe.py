@@ -1,4 +1,4 @@
-"""What is printed of the layout is the layout."""
+"""The printed description agrees with the program that it describes."""
 
 import re
 from dataclasses import replace
@@ -28,20 +28,29 @@ def test_the_table_shows_each_parameter_with_its_spec(program, capsys):
     out = capsys.readouterr().out
     for name, _ in named(program.state.params):
         assert f"\n{name} " in out
-    (up,) = [x for x in out.splitlines() if x.startswith("layers.0.0.mlp.up.weight")]
-    assert "layers embed mlp" in up
-    assert "('pipeline', 'fsdp', 'tensor')" in up
-    assert up.endswith(" 8.00 KiB")  # 2 x 32 x 128 float32 on 4 parts
+    (up_line,) = [
+        x for x in out.splitlines() if x.startswith("layers.0.0.mlp.up.weight")
+    ]
+    assert "layers embed mlp" in up_line
+    assert "('pipeline', 'fsdp', 'tensor')" in up_line
+    assert up_line.endswith(" 8.00 KiB")  # 2 x 32 x 128 float32 on 4 parts
 
 
-def test_how_often_a_source_is_used_can_be_told_from_never(capsys):
-    used = {"a": 0.0, "b": 1e-5, "c": 10.004}
+def test_a_source_that_is_hardly_used_is_not_called_unused(capsys):
+    epochs_by_source = {"a": 0.0, "b": 1e-5, "c": 10.004}
     order: Any = SimpleNamespace(
-        rows=dict.fromkeys(used, range(9)), epochs=lambda num_steps: used
+        rows=dict.fromkeys(epochs_by_source, range(9)),
+        epochs=lambda num_steps: epochs_by_source,
     )
     describe_data(order, 10)
-    said = [line.split(", ")[1] for line in capsys.readouterr().out.splitlines()]
-    assert said == ["never used", "used less than 0.01 times", "used 10.00 times"]
+    descriptions = [
+        line.split(", ")[1] for line in capsys.readouterr().out.splitlines()
+    ]
+    assert descriptions == [
+        "never used",
+        "used less than 0.01 times",
+        "used 10.00 times",
+    ]
 
 
 def test_the_first_screen_says_the_layout_and_the_cost(program, capsys):
@@ -49,14 +58,14 @@ def test_the_first_screen_says_the_layout_and_the_cost(program, capsys):
     out = capsys.readouterr().out
     leaves = jax.tree.leaves(program.state.params)
     params = sum(leaf.size for leaf in leaves)
-    sharded = sum(not leaf.sharding.is_fully_replicated for leaf in leaves)
-    arrays = f"{params:,} in {len(leaves)} arrays, {sharded} of them sharded"
+    num_sharded = sum(not leaf.sharding.is_fully_replicated for leaf in leaves)
+    arrays = f"{params:,} in {len(leaves)} arrays, {num_sharded} of them sharded"
     assert f"parameters  {arrays}" in out
     assert "mesh        data 2 x fsdp 2 x tensor 2" in out
     assert "devices     8 x cpu" in out
     assert "8 rows x 32 = 256 tokens" in out
     assert f" {format_flops(program.flops_per_step)} of the model" in out
-    # AdamW: parameter and two moments, all but the heads' norms on 4 devices.
+    # AdamW has two moments per parameter. 4 devices share all but the norms of heads.
     state = re.search(r"state       ([\d.]+) KiB a device", out)
     assert state is not None
     assert float(state[1]) == pytest.approx(3 * 4 * params / 4 / 1024, rel=0.02)
@@ -75,34 +84,34 @@ def test_the_first_screen_says_the_layout_and_the_cost(program, capsys):
         (4, (*MOE, "mesh.expert=2", "mesh.fsdp=2")),
     ],
 )
-def test_the_line_of_the_loss_is_what_a_step_does(
+def test_the_line_of_the_loss_names_the_form_in_the_step(
     programs, monkeypatch, capsys, devices, mesh
 ):
-    """The form is chosen for the rows that a device has of a microbatch."""
+    """The form of the loss depends on the rows of a microbatch on one device."""
     large = "model.vocab_size=8192", "data.sequence_length=512"
     program = programs(*large, *mesh, devices=devices)
-    found = set()
+    calls = set()
 
-    def record(options: LossOptions, x_BTD: jax.Array, *args, **named):
-        found.add((options.form, x_BTD.shape[:2]))
-        return sum_tiles(options, x_BTD, *args, **named)
+    def record(options: LossOptions, x_BTD: jax.Array, *args, **kwargs):
+        calls.add((options.form, x_BTD.shape[:2]))
+        return sum_tiles(options, x_BTD, *args, **kwargs)
 
     monkeypatch.setattr(loss, "sum_tiles", record)
     step = make_gradients(program.model, program.execution, program.recipe)
     jax.eval_shape(step, program.state.params, program.batch)
-    ((form, rows),) = found
+    ((form, rows),) = calls
     assert rows == program.execution.placement.microbatch_shape
     describe_program(program)
     assert f"\nloss        logits of {form}\n" in capsys.readouterr().out
 
 
-def test_the_first_screen_says_that_layers_are_unrolled_unasked(programs, capsys):
+def test_the_first_screen_says_that_layers_are_unrolled_by_default(programs, capsys):
     program = programs("model.layer_unroll=null")
     for unroll in (1, -1):
         execution = program.execution._replace(layer_unroll=unroll)
         describe_program(replace(program, execution=execution))
-        found = re.search(r"^layers +unrolled", capsys.readouterr().out, re.MULTILINE)
-        assert bool(found) == (unroll == -1)
+        match = re.search(r"^layers +unrolled", capsys.readouterr().out, re.MULTILINE)
+        assert bool(match) == (unroll == -1)
 
 
 def test_a_loss_with_all_logits_at_once_has_no_line(program, capsys):

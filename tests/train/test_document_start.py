@@ -1,4 +1,4 @@
-"""What a model learns about how documents begin, through the door."""
+"""A trained model knows how documents begin, in every command that uses it."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from tests.train import doors
 from tests.train.doors import steps
 from train.run.starts import read_results
 
-# Fixtures.
+# Pytest finds the fixtures by these names.
 folder = doors.folder
 door = doors.door
 
@@ -23,11 +23,11 @@ THINGS = ["trees", "lions", "grass", "water", "nothing"]
 @pytest.fixture(scope="module")
 def zebras(folder: Path) -> Path:
     """Write 300 documents of a few words, all with the same first word."""
-    draw = random.Random(0)
+    rng = random.Random(0)
     texts = folder / "zebras"
     texts.mkdir()
     for number in range(300):
-        words = f"Zebra {draw.choice(VERBS)} {draw.choice(THINGS)}"
+        words = f"Zebra {rng.choice(VERBS)} {rng.choice(THINGS)}"
         (texts / f"{number}.txt").write_text(words)
     return texts
 
@@ -35,7 +35,7 @@ def zebras(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
 def test_an_empty_prompt_begins_as_documents_do(folder, door, zebras, packing):
-    """So do the sample that the run prints, and the first tokens of held-out text."""
+    """The sample that the run prints and the first held-out tokens begin so too."""
     run = folder / packing
     result = door(
         run,
@@ -47,7 +47,7 @@ def test_an_empty_prompt_begins_as_documents_do(folder, door, zebras, packing):
     assert results["sample"].startswith("Zebra "), results["sample"]
     assert "<|endoftext|>" not in results["sample"], "it ends with the document"
     assert results["sample_prompt"] == ""
-    # All tokens are scored: what is unknown is a verb and a thing in 18 tokens or so.
+    # All tokens are scored. Only a verb and a thing are unknown in about 18 tokens.
     assert results["scored_tokens"] == results["validation_tokens"]
     entropy = math.log(len(VERBS) * len(THINGS)) / 16
     assert results["eval_whole/loss"] < 2 * entropy
@@ -55,24 +55,27 @@ def test_an_empty_prompt_begins_as_documents_do(folder, door, zebras, packing):
     bits = nats / math.log(2) / results["validation_bytes"]
     assert results["eval_whole/bits_per_byte"] == pytest.approx(bits)
     options = ("temperature=0", "num_tokens=40", "runtime.cpu_devices=2")
-    again = door(run, "prompt=", *options, module="train.sample", config=())
-    assert again.returncode == 0, again.stderr
-    known = {f"Zebra {verb} {thing}" for verb in VERBS for thing in THINGS}
-    assert again.stdout.removesuffix("\n") in known
+    sample = door(run, "prompt=", *options, module="train.sample", config=())
+    assert sample.returncode == 0, sample.stderr
+    possible_texts = {f"Zebra {verb} {thing}" for verb in VERBS for thing in THINGS}
+    assert sample.stdout.removesuffix("\n") in possible_texts
 
 
 @pytest.mark.slow
-def test_a_run_without_the_token_goes_on_without_it(folder, door, zebras):
-    """To the bit, also if the command does not say so; another value is refused."""
+def test_a_run_without_a_start_token_resumes_without_it(folder, door, zebras):
+    """The steps are bitwise equal even if the command omits the key.
+
+    Another value of the key is refused.
+    """
     data = (f"data.path={zebras}", "train.num_steps=10")
-    straight = door(folder / "straight", *data, "data.document_start=false")
-    assert straight.returncode == 0, straight.stderr
+    uninterrupted = door(folder / "straight", *data, "data.document_start=false")
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
     run = folder / "stopped"
     result = door(run, *data, "data.document_start=false", drill="crash:0:7")
     assert result.returncode == 1, result.stderr
-    refused = door(run, *data, "data.document_start=true")
-    assert refused.returncode == 78
-    assert "data.document_start = true" in refused.stderr
+    refusal = door(run, *data, "data.document_start=true")
+    assert refusal.returncode == 78
+    assert "data.document_start = true" in refusal.stderr
     result = door(run, *data)
     assert result.returncode == 0, result.stderr
     assert "from step 5\n" in result.stdout
@@ -91,5 +94,5 @@ def test_the_sample_of_a_single_text_begins_with_the_validation_text(folder, doo
     assert text[int(0.9 * len(text)) :].startswith(prompt)
     assert len(prompt) > 10
     assert results["sample"].startswith(prompt)
-    said = f"begins with the first tokens of the validation text, {prompt!a}"
-    assert said in result.stdout
+    message = f"begins with the first tokens of the validation text, {prompt!a}"
+    assert message in result.stdout

@@ -1,4 +1,4 @@
-"""Steps that leave out some of what passes."""
+"""Dropout is off by default, the same on any mesh, and a function of the step."""
 
 import jax
 import numpy as np
@@ -13,18 +13,18 @@ INSIDE = ("model.dropout.embedding=0.2", "model.dropout.residual=0.3")
 ALL = (*INSIDE, "model.dropout.attention=0.2")
 
 
-def lowered(program) -> str:
+def lowered_text(program) -> str:
     return program.train_step.lower(program.state, program.batch).as_text()
 
 
-def test_off_the_step_is_as_without_it(programs, composed, monkeypatch):
-    """Another name keeps the program from being one that was traced before."""
-    off = lowered(programs("model.name=off"))
+def test_dropout_that_is_off_leaves_the_step_unchanged(programs, composed, monkeypatch):
+    """The other names keep `programs` from returning a program traced before."""
+    off_text = lowered_text(programs("model.name=off"))
     with monkeypatch.context() as patch:
         for module in ("gpt", "block"):
             patch.setattr(f"model.{module}.drop", lambda x, *_: x)
-        assert lowered(programs("model.name=without")) == off
-    assert lowered(programs("model.name=on", INSIDE[1])) != off
+        assert lowered_text(programs("model.name=without")) == off_text
+    assert lowered_text(programs("model.name=on", INSIDE[1])) != off_text
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,7 @@ def test_off_the_step_is_as_without_it(programs, composed, monkeypatch):
         ("model.dropout.attention", ("mesh.context=2", "mesh.data=1")),
     ],
 )
-def test_weights_of_keys_are_left_out_by_the_plain_kernel_alone(
-    programs, key, overrides
-):
+def test_only_the_plain_kernel_drops_attention_weights(programs, key, overrides):
     with pytest.raises(ConfigError) as error:
         programs(*ALL, *overrides, devices=2 if len(overrides) > 1 else 1)
     assert [mistake.key for mistake in error.value.mistakes] == [key]
@@ -55,29 +53,35 @@ def test_weights_of_keys_are_left_out_by_the_plain_kernel_alone(
     ],
     ids=["cube", "microbatches", "pipeline", "context", "experts", "int8"],
 )
-def test_the_same_is_left_out_on_any_mesh(programs, store, model, mesh, devices):
-    alone = programs(*DEEP, *model)
-    other = programs(*DEEP, *model, *mesh, devices=devices)
-    state = jax.device_get(alone.init())
-    expected, found = (losses_of(p, store, state, 2) for p in (alone, other))
-    rounded = "model.compute_dtype=int8" in model
-    np.testing.assert_allclose(found, expected, rtol=3e-3 if rounded else 2e-5)
+def test_any_mesh_drops_the_same_values(programs, store, model, mesh, devices):
+    on_one_device = programs(*DEEP, *model)
+    on_the_mesh = programs(*DEEP, *model, *mesh, devices=devices)
+    state = jax.device_get(on_one_device.init())
+    expected, actual = (
+        losses_of(p, store, state, 2) for p in (on_one_device, on_the_mesh)
+    )
+    is_int8 = "model.compute_dtype=int8" in model
+    np.testing.assert_allclose(actual, expected, rtol=3e-3 if is_int8 else 2e-5)
 
 
 @pytest.mark.slow
-def test_what_is_left_out_is_a_function_of_seed_and_step(programs, store):
-    """So a run that was stopped goes on as it would have; evaluation drops nothing."""
+def test_dropout_is_a_function_of_seed_and_step(programs, store):
+    """A stopped run continues as if it had not stopped. Evaluation drops nothing."""
     program = programs(*ALL)
     batch = place(Order(store, program.config.data, 0).read(0), program.batch)
     state = jax.device_get(program.init())
 
     def loss(step: int, program=program) -> float:
-        own = jax.device_put(state._replace(step=np.int32(step)), program.shardings)
-        return float(program.train_step(own, batch)[1]["loss"])
+        state_at_step = jax.device_put(
+            state._replace(step=np.int32(step)), program.shardings
+        )
+        return float(program.train_step(state_at_step, batch)[1]["loss"])
 
     assert loss(0) == loss(0)
     assert loss(0) != loss(1)
     nats, targets = program.eval_step(state.params, batch)
-    plain = programs()
-    assert loss(0, plain) == pytest.approx(float(nats / targets), rel=1e-6)
-    assert abs(loss(0, plain) - loss(0)) > 1e-3
+    program_without_dropout = programs()
+    assert loss(0, program_without_dropout) == pytest.approx(
+        float(nats / targets), rel=1e-6
+    )
+    assert abs(loss(0, program_without_dropout) - loss(0)) > 1e-3

@@ -1,4 +1,4 @@
-"""Steps whose linear layers multiply eight bits."""
+"""Linear layers that multiply eight bits train the same on any mesh."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,12 +24,12 @@ CONTEXT = ("mesh.context=2", "mesh.data=1")
 EXPERTS = ("model.mlp=moe", "model.num_experts=4", "model.expert_dim=32")
 
 
-def trained(programs, store, *overrides: str, devices: int = 1, steps: int = 2):
-    """Train a little; return losses, and a matrix of the first layer."""
+def train_steps(programs, store, *overrides: str, devices: int = 1, steps: int = 2):
+    """Train a few steps; return the losses and a matrix of the first layer."""
     program = programs(*SMALL, *overrides, devices=devices)
     state, metrics = take_steps(program, store, program.init(), steps)
     weight = state.params["layers"]["0"]["0"]["attention"]["query"]["weight"]
-    return [float(found["loss"]) for found in metrics], jax.device_get(weight)
+    return [float(values["loss"]) for values in metrics], jax.device_get(weight)
 
 
 @pytest.mark.slow
@@ -43,19 +43,19 @@ def trained(programs, store, *overrides: str, devices: int = 1, steps: int = 2):
     ],
 )
 def test_a_mesh_changes_nothing_but_the_order_of_sums(programs, store, dtype, more):
-    """What is rounded at random is a function of seed, step and position."""
+    """Random rounding is a function of seed, step and position."""
     dtype = f"model.compute_dtype={dtype}"
-    alone = () if more == CONTEXT else more
-    found, _ = trained(programs, store, dtype, *alone)
-    apart, _ = trained(programs, store, dtype, *CUBE, *more, devices=8)
-    # A ring adds up in another order, and what is rounded behind it goes another way.
+    overrides = () if more == CONTEXT else more
+    losses, _ = train_steps(programs, store, dtype, *overrides)
+    losses_on_mesh, _ = train_steps(programs, store, dtype, *CUBE, *more, devices=8)
+    # A ring sums in another order, so some values are then rounded the other way.
     rtol = 5e-4 if more == CONTEXT else 1e-4
-    np.testing.assert_allclose(apart[0], found[0], rtol=rtol)
-    # Then all sums of another order were rounded, some the other way, by an eighth.
-    np.testing.assert_allclose(apart, found, rtol=3e-3)
-    plain, _ = trained(programs, store, *alone)
-    assert plain != found
-    np.testing.assert_allclose(found, plain, rtol=1e-2)
+    np.testing.assert_allclose(losses_on_mesh[0], losses[0], rtol=rtol)
+    # In step 2 all sums of another order are rounded; some differ by an eighth.
+    np.testing.assert_allclose(losses_on_mesh, losses, rtol=3e-3)
+    plain_losses, _ = train_steps(programs, store, *overrides)
+    assert plain_losses != losses
+    np.testing.assert_allclose(losses, plain_losses, rtol=1e-2)
 
 
 @pytest.mark.slow
@@ -67,27 +67,28 @@ def test_a_mesh_changes_nothing_but_the_order_of_sums(programs, store, dtype, mo
     ],
 )
 def test_layers_that_keep_their_precision_do_so_on_any_mesh(programs, store, more):
-    """Of a pipeline's stages each has other ones. Others saturate, by their scales."""
+    """The precise layers differ by stage. All other layers saturate their scales."""
     common = "model.num_layers=4", "model.compute_dtype=int8"
     common += ("model.high_precision_layers=[first,2]",)
-    found = list[float]()
+    losses = list[float]()
     for mesh, devices in (((), 1), (more, 4)):
         program = programs(*SMALL, *common, *mesh, devices=devices)
         batch = place(Order(store, program.config.data, 0).read(0), program.batch)
         _, metrics = program.watched_step(program.init(), batch)
         saturated = metrics["numerics/saturated"] > 0
         assert saturated.tolist() == [False, True, False, True]
-        found.append(float(metrics["loss"]))
-    assert found[1] == pytest.approx(found[0], rel=5e-4)  # some round another way
+        losses.append(float(metrics["loss"]))
+    # Some values round the other way.
+    assert losses[1] == pytest.approx(losses[0], rel=5e-4)
 
 
 @pytest.mark.slow
 def test_random_rounding_follows_the_seed_and_the_step_alone(programs, store):
-    """And so a run that was stopped goes on as it would have."""
+    """A stopped run continues as if it had not stopped."""
     int8 = "model.compute_dtype=int8"
-    _, weight = trained(programs, store, int8, steps=1)
-    _, again = trained(programs, store, int8, steps=1)
-    np.testing.assert_array_equal(weight, again)
+    _, weight = train_steps(programs, store, int8, steps=1)
+    _, same_weight = train_steps(programs, store, int8, steps=1)
+    np.testing.assert_array_equal(weight, same_weight)
     program = programs(*SMALL, int8)
     batch = place(Order(store, program.config.data, 0).read(0), program.batch)
     first, later = (
@@ -111,19 +112,21 @@ def test_random_rounding_follows_the_seed_and_the_step_alone(programs, store):
         ("TPU7x", "tpu", "float8", None),
     ],
 )
-def test_a_chip_that_gains_nothing_refuses(composed, kind, platform, dtype, instead):
+def test_a_chip_that_gains_nothing_refuses_eight_bits(
+    composed, kind, platform, dtype, instead
+):
     device: Any = SimpleNamespace(platform=platform, device_kind=kind)
     model = ModelConfig(compute_dtype=ComputeDtype(dtype), attention=Attention.xla)
     config = composed("mesh=ddp")
-    settings = replace(config, model=model), device, dict.fromkeys(MESH_AXES, 1)
+    arguments = replace(config, model=model), device, dict.fromkeys(MESH_AXES, 1)
     if instead:
-        with pytest.raises(ConfigError) as caught:
-            choose_execution(*settings)
-        (mistake,) = caught.value.mistakes
+        with pytest.raises(ConfigError) as error:
+            choose_execution(*arguments)
+        (mistake,) = error.value.mistakes
         assert mistake.key == "model.compute_dtype"
         assert mistake.rule.endswith(instead)
         return
-    numerics = choose_execution(*settings).numerics
+    numerics = choose_execution(*arguments).numerics
     assert numerics.quantization == RECIPES[ComputeDtype(dtype)]()
     assert numerics.compute_dtype == numerics.activation_dtype == jnp.bfloat16
     experts = numerics.quantization if platform == "gpu" else None

@@ -1,4 +1,4 @@
-"""Experts on a mesh, whatever they get; other meshes are in test_meshes.py."""
+"""Experts on a mesh train as on one device; test_meshes.py has other meshes."""
 
 from types import SimpleNamespace
 
@@ -46,36 +46,38 @@ FORCED = {
     ids=" ".join,
 )
 def test_gradients_are_those_of_one_device(gradients, mesh):
-    """Also where all tokens go to one device's experts, and where one gets none."""
+    """They are equal even if one device gets all tokens, or if one expert gets none."""
     for name, balance in FORCED.items():
-        one = (*MOE, "mesh=single")
-        loss, grads, load = gradients(*one, balance=balance, devices=1)
+        overrides = (*MOE, "mesh=single")
+        loss, grads, load = gradients(*overrides, balance=balance, devices=1)
         assert load.sum() == 8 * 32 * 3
         if name == "one device's":
             assert (load[0] == [256] * 3 + [0] * 5).all()
         if name == "none":
             assert load[0, 0] == 0
-        found = gradients(*MOE, *mesh, balance=balance)
-        np.testing.assert_array_equal(found[2], load)
-        assert found[0] == pytest.approx(loss, rel=1e-5)
-        assert distance(found[1], grads) < 1e-5
+        actual = gradients(*MOE, *mesh, balance=balance)
+        np.testing.assert_array_equal(actual[2], load)
+        assert actual[0] == pytest.approx(loss, rel=1e-5)
+        assert distance(actual[1], grads) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expert", [2, 4])
 def test_a_token_may_have_many_experts_on_a_device(gradients, expert):
-    """It then has several copies there, or fewer copies than experts."""
-    many = (*MOE, "model.experts_per_token=6")
-    loss, grads, _ = gradients(*many, "mesh=single", devices=1)
-    found = gradients(*many, f"mesh.fsdp={8 // expert}", f"mesh.expert={expert}", SENT)
-    assert found[0] == pytest.approx(loss, rel=1e-5)
-    assert distance(found[1], grads) < 1e-5
+    """The device has several copies of such a token, or fewer copies than experts."""
+    overrides = (*MOE, "model.experts_per_token=6")
+    loss, grads, _ = gradients(*overrides, "mesh=single", devices=1)
+    actual = gradients(
+        *overrides, f"mesh.fsdp={8 // expert}", f"mesh.expert={expert}", SENT
+    )
+    assert actual[0] == pytest.approx(loss, rel=1e-5)
+    assert distance(actual[1], grads) < 1e-5
 
 
 @pytest.mark.parametrize(
     ("platform", "devices", "asked", "found"),
     [
-        ("tpu", 2, "auto", "all_gather"),  # of three experts a token
+        ("tpu", 2, "auto", "all_gather"),  # a token has three experts
         ("tpu", 4, "auto", "ragged"),
         ("cpu", 4, "auto", "all_gather"),
         ("gpu", 4, "auto", "all_gather"),
@@ -83,7 +85,9 @@ def test_a_token_may_have_many_experts_on_a_device(gradients, expert):
         ("tpu", 4, "all_gather", "all_gather"),
     ],
 )
-def test_tokens_go_the_way_that_sends_less(configure, platform, devices, asked, found):
+def test_the_exchange_that_sends_less_is_chosen(
+    configure, platform, devices, asked, found
+):
     config = configure(*MOE, "model.attention=xla", f"mesh.expert_exchange={asked}")
     sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": devices}
     device = SimpleNamespace(platform=platform, device_kind="")
@@ -99,7 +103,7 @@ def test_a_large_slice_of_v5e_gathers_tokens(configure, fsdp, found):
     assert choose_execution(config, device, sizes).expert_exchange == found
 
 
-def test_rows_are_sent_in_every_small_slice_of_v5e(configure):
+def test_ragged_exchange_needs_small_slices_of_v5e(configure):
     sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": 4, "data": 8}
     device = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
     config = configure(*MOE, SENT, "model.attention=xla")
@@ -116,7 +120,7 @@ def test_rows_are_sent_in_every_small_slice_of_v5e(configure):
         (("mesh.expert=8", "data.batch_size=12"), "data.batch_size"),
     ],
 )
-def test_what_experts_cannot_lie_on_is_said_at_once(programs, changed, key):
+def test_sizes_that_a_mesh_of_experts_cannot_divide_are_refused(programs, changed, key):
     with pytest.raises(ConfigError, match=key):
         programs(*MOE, *changed, devices=8)
 
@@ -133,16 +137,16 @@ def test_the_bias_of_an_expert_with_too_few_tokens_grows(programs):
     load = jnp.asarray([[0.0, 8.0, 4.0, 4.0], [4.0, 4.0, 8.0, 0.0]])
     layers = balance_experts(params, load, jnp.bool_(True), config)["layers"]["1"]
     for name, expected in (("0", [[1, -1, 0, 0]]), ("2", [[0, 0, -1, 1]])):
-        found = layers[name]["mlp"]["router"]["balance"]
-        wanted = np.float32(expected) * config.router_bias_rate
-        np.testing.assert_array_equal(found, wanted)
+        actual = layers[name]["mlp"]["router"]["balance"]
+        expected_bias = np.float32(expected) * config.router_bias_rate
+        np.testing.assert_array_equal(actual, expected_bias)
 
 
 @pytest.mark.slow
 def test_a_step_moves_the_bias_and_no_optimizer_does(programs, store):
     program = programs(*MOE, devices=1)
-    after, (metrics,) = take_steps(program, store, program.init(), 1)
-    bias = jax.device_get(after.params["layers"]["1"]["0"]["mlp"]["router"]["balance"])
+    state, (metrics,) = take_steps(program, store, program.init(), 1)
+    bias = jax.device_get(state.params["layers"]["1"]["0"]["mlp"]["router"]["balance"])
     rate = np.float32(program.config.model.router_bias_rate)
     assert set(np.abs(bias).ravel()) <= {rate, np.float32(0)}
     assert bias.any()
@@ -155,12 +159,12 @@ NO_AUX = ("model.router_aux_weight=0",)
 
 
 def with_padding(batch, lengths):
-    """Give rows of 96 positions, of which each begins with some of a batch's."""
-    longer = padding_batch(len(lengths), 96)
+    """Return rows of 96 positions, which begin with the first positions of a batch."""
+    padded = padding_batch(len(lengths), 96)
     for row, length in enumerate(lengths):
-        for field, values in zip(longer, batch, strict=True):
+        for field, values in zip(padded, batch, strict=True):
             field[row, :length] = values[row, :length]
-    return longer
+    return padded
 
 
 @pytest.fixture(scope="module")
@@ -169,13 +173,13 @@ def short(programs, store):
 
 
 def test_padding_balances_no_expert(gradients, short):
-    """Load, auxiliary loss, z-loss and their gradients are those of the text."""
+    """Load, auxiliary loss, z-loss and their gradients are those without padding."""
     loss, grads, load = gradients(*MOE, devices=1, batch=short)
     batch = with_padding(short, [32] * 8)
-    found = gradients(*MOE, PADDED, devices=1, batch=batch)
-    np.testing.assert_array_equal(found[2], load)
-    assert found[0] == pytest.approx(loss, rel=1e-6)
-    assert distance(found[1], grads) < 1e-5
+    actual = gradients(*MOE, PADDED, devices=1, batch=batch)
+    np.testing.assert_array_equal(actual[2], load)
+    assert actual[0] == pytest.approx(loss, rel=1e-6)
+    assert distance(actual[1], grads) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -197,12 +201,14 @@ def test_padding_balances_no_expert(gradients, short):
     ids=" ".join,
 )
 def test_devices_with_unequal_padding_balance_as_one_does(gradients, short, mesh):
-    """A microbatch's loss of the load is its own, and is left out where it is cut."""
+    """Each microbatch has its own load loss, so cases with several omit it."""
     batch = with_padding(short, [32, 32, 32, 5, 1, 0, 0, 30])
-    own = [word for word in mesh if word.startswith("model.")]
-    loss, grads, load = gradients(*MOE, PADDED, *own, devices=1, batch=batch)
-    found = gradients(*MOE, PADDED, *mesh, devices=8, batch=batch)
-    np.testing.assert_array_equal(found[2], load)
+    model_overrides = [word for word in mesh if word.startswith("model.")]
+    loss, grads, load = gradients(
+        *MOE, PADDED, *model_overrides, devices=1, batch=batch
+    )
+    actual = gradients(*MOE, PADDED, *mesh, devices=8, batch=batch)
+    np.testing.assert_array_equal(actual[2], load)
     assert (load.sum(axis=1) == 3 * sum([32, 32, 32, 5, 1, 0, 0, 30])).all()
-    assert found[0] == pytest.approx(loss, rel=1e-5)
-    assert distance(found[1], grads) < 1e-5
+    assert actual[0] == pytest.approx(loss, rel=1e-5)
+    assert distance(actual[1], grads) < 1e-5

@@ -1,6 +1,7 @@
-"""No start of any command ends with a traceback and exit code 1, whatever it is given.
+"""No start of any command ends with a traceback or an unknown exit code.
 
-2,000 cases are drawn from a seed (`fuzz.py`). Run more, or others, with
+2,000 cases of words and damaged files are drawn from a seed (`fuzz.py`). Run more
+cases, or others, with
 
     FUZZ_SEED=7 FUZZ_CASES=5000 pytest -m slow tests/train/test_fuzz.py
 """
@@ -19,13 +20,13 @@ from tests.train.fuzz import SMALL, case_of, furnish
 SEED = int(os.environ.get("FUZZ_SEED", "53"))
 CASES = int(os.environ.get("FUZZ_CASES", "2000"))
 PARTS = 20
-HANGS_S = 300.0  # no case takes a tenth of it
+HANGS_S = 300.0  # no case takes a tenth of this limit
 CODES = {0, 1, 2, 3, 4, 5, 42, 65, 70, 75, 78, 130, 134}
 
 
 @pytest.fixture(scope="module")
 def finished(forks: Forks, tmp_path_factory) -> Path:
-    """A finished run of two steps."""
+    """Train a run of two steps to its end."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "text.txt").write_text("the cat sat on the mat. " * 400)
     words = [word.replace("{dir}", str(folder)) for word in SMALL]
@@ -35,7 +36,7 @@ def finished(forks: Forks, tmp_path_factory) -> Path:
 
 
 def run_case(forks: Forks, finished: Path, folder: Path, number: int) -> str:
-    """Run a case; return what is wrong with its end, or an empty string."""
+    """Run a case; describe the mistake in how it ends, or return an empty string."""
     folder.mkdir()
     furnish(folder, finished)
     case = case_of(SEED, number, folder)
@@ -46,25 +47,27 @@ def run_case(forks: Forks, finished: Path, folder: Path, number: int) -> str:
     limit.start()
     code = forks.wait()
     limit.cancel()
-    shown = "".join(
+    output = "".join(
         (workdir / name).read_text(errors="replace")[-20_000:] for name in (OUT, ERR)
     )
     shutil.rmtree(folder, ignore_errors=True)
-    wrong = ""
-    if "Traceback (most recent call last)" in shown:
-        wrong = "a traceback"
+    mistake = ""
+    if "Traceback (most recent call last)" in output:
+        mistake = "a traceback"
     elif code not in CODES:
-        wrong = "an unknown code"
-    if not wrong:
+        mistake = "an unknown code"
+    if not mistake:
         return ""
-    tail = "\n".join(shown.splitlines()[-12:])
-    return f"case {number}: {wrong}, code {code}: {case.words} {case.damage}\n{tail}\n"
+    tail = "\n".join(output.splitlines()[-12:])
+    return (
+        f"case {number}: {mistake}, code {code}: {case.words} {case.damage}\n{tail}\n"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_case_ends_with_a_traceback(forks, finished, tmp_path, part):
     numbers = range(part, CASES, PARTS)
-    found = [run_case(forks, finished, tmp_path / str(n), n) for n in numbers]
-    wrong = [text for text in found if text]
-    assert not wrong, "\n".join(wrong)
+    results = [run_case(forks, finished, tmp_path / str(n), n) for n in numbers]
+    mistakes = [text for text in results if text]
+    assert not mistakes, "\n".join(mistakes)

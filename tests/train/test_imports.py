@@ -1,4 +1,4 @@
-"""Imports run one way, and say what each package may know."""
+"""Imports run one way, and LAYERS lists what each package may import."""
 
 import ast
 import subprocess
@@ -9,9 +9,9 @@ import pytest
 
 from tests.fleet import REPOSITORY
 
-# What stands in a line imports only lines above it, and its own part between bars. A
-# name is a module, or a folder with all in it that has no line of its own; the last
-# line are commands.
+# The modules of a line import only the lines above it, and their own part between bars.
+# A name is a module, or a folder with all its modules that have no other line. The
+# modules of the last line are commands.
 LAYERS = """
     model | data
     train.masking_rules train.masking train.errors train.units train.core.choices \
@@ -50,8 +50,8 @@ RANK = {
     for side, part in enumerate(line.split("|"))
     for name in part.split()
 }
-# The lines that can be reached by imports, also those inside functions. They may only
-# fall: lower a limit when a change allows it.
+# These limits count the lines that a module reaches by imports, including imports
+# inside functions. A limit may only fall: lower it when a change allows it.
 MAX_REACHED_LINES = {
     "model.gpt": 4_400,
     "train.core.step": 6_700,
@@ -59,36 +59,36 @@ MAX_REACHED_LINES = {
     "train.core.loop": 33_900,
     "train.start": 37_100,
 }
-# Imports inside functions that do not count, each with its reason.
+# These imports inside functions do not count, each for its reason.
 RARE_IMPORTS = {
     ("train.preflight", "train.plan"): "only with mesh=planned",
     ("train.start", "train.prove"): "only with runtime.prove_kernels=true",
 }
 CORE = ("model", "train.core")
-PARTS = ("model.parts", "model.catalog")  # optional parts, and all of them by name
+PARTS = ("model.parts", "model.catalog")  # optional parts, and their catalog
 CHOOSE_PARTS = ("train.core.program", "train.core.execution")
 COMMANDS = LAYERS.strip().split("\n")[-1].split()
-# The words of the command line: keys, exit codes, names of machines.
+# The launcher knows the words of the command line: keys, exit codes, machine names.
 LAUNCH_MAY = ("launch", "train.config", "train.errors", "train.cli", "train.hardware")
 LAUNCH_MAY += ("train.identity", "train.run.folder", "train.run.liveness")
 LAUNCH_MAY += ("data.errors", "data.names", "data.storage", "data.key_value_store")
 LAUNCH_MAY += ("train.run.records", "train.masking", "train.distributed.messages")
-# Beside the standard library and what LAYERS allows.
+# The model may import only these packages and the standard library.
 MODEL_MAY = {"jax", "flax", "numpy", "jaxtyping", "annotated_types", "model"}
 MODEL_MAY |= {"typing_extensions"}
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 NO_JAX = ("data", "train.cli", "train.hardware.chips", "train.hardware.targets")
 
 
-def place(module: str) -> str:
-    """Return the name in LAYERS that stands for a module, "" if there is none."""
+def layer_name(module: str) -> str:
+    """Return the name in LAYERS that covers a module, or "" if there is none."""
     while module and module not in RANK:
         module = module.rpartition(".")[0]
     return module
 
 
 def imports(path: Path, inside_functions: bool = True) -> set[str]:
-    """Return the modules imported anywhere in a file, and the names out of them."""
+    """Return the modules that a file imports, and the names imported from modules."""
     tree = ast.parse(path.read_text())
     names = set()
     for node in ast.walk(tree) if inside_functions else tree.body:
@@ -103,28 +103,37 @@ def test_imports_run_one_way():
     for package in ("train", "model", "data", "launch"):
         for path in sorted((REPOSITORY / package).rglob("*.py")):
             module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
-            own = place(module)
-            used = imports(path)
+            layer = layer_name(module)
+            all_imported = imports(path)
             if path.name == "__init__.py":
                 continue
-            assert own, f"{module}: give it a place in LAYERS"
-            for other in filter(place, used):
-                theirs = place(other)
-                below = own != theirs and RANK[theirs][0] >= RANK[own][0]
-                same_part = RANK[theirs] == RANK[own] and own not in COMMANDS
-                assert not below or same_part, f"{module} imports {other}, below it"
-                if own == "launch":
-                    assert other.startswith(LAUNCH_MAY), f"{module} imports {other}"
-            tops = {name.split(".")[0] for name in used}
-            if own == "model":
-                assert tops <= MODEL_MAY | sys.stdlib_module_names, module
-            if module.startswith(NO_JAX) and own not in COMMANDS:
-                assert not tops & HEAVY, module
+            assert layer, f"{module}: give it a place in LAYERS"
+            for imported in filter(layer_name, all_imported):
+                imported_layer = layer_name(imported)
+                is_below = (
+                    layer != imported_layer
+                    and RANK[imported_layer][0] >= RANK[layer][0]
+                )
+                same_part = (
+                    RANK[imported_layer] == RANK[layer] and layer not in COMMANDS
+                )
+                assert not is_below or same_part, (
+                    f"{module} imports {imported}, below it"
+                )
+                if layer == "launch":
+                    assert imported.startswith(LAUNCH_MAY), (
+                        f"{module} imports {imported}"
+                    )
+            top_level = {name.split(".")[0] for name in all_imported}
+            if layer == "model":
+                assert top_level <= MODEL_MAY | sys.stdlib_module_names, module
+            if module.startswith(NO_JAX) and layer not in COMMANDS:
+                assert not top_level & HEAVY, module
 
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, Path]:
-    """The files of the product, by module."""
+    """Return the files of the product, by module."""
     by_module = dict[str, Path]()
     for package in ("train", "model", "data", "launch"):
         for path in (REPOSITORY / package).rglob("*.py"):
@@ -136,21 +145,23 @@ def files() -> dict[str, Path]:
 def reached_from(files: dict[str, Path], start: str) -> set[str]:
     """Return the modules that a module imports, directly and indirectly."""
     reached = set[str]()
-    pending = [start]
-    while pending:
-        module = pending.pop()
+    queue = [start]
+    while queue:
+        module = queue.pop()
         if module in reached:
             continue
         reached.add(module)
-        rare = tuple(room for importer, room in RARE_IMPORTS if importer == module)
+        rare_imports = tuple(
+            room for importer, room in RARE_IMPORTS if importer == module
+        )
         for name in imports(files[module]):
-            if not name.startswith(rare):
-                pending += {name, name.rpartition(".")[0]} & files.keys()
+            if not name.startswith(rare_imports):
+                queue += {name, name.rpartition(".")[0]} & files.keys()
     return reached
 
 
 @pytest.mark.parametrize(("start", "limit"), MAX_REACHED_LINES.items())
-def test_a_module_reaches_at_most_so_many_lines(files, start, limit):
+def test_a_module_reaches_at_most_its_limit_of_lines(files, start, limit):
     reached = reached_from(files, start)
     lines = sum(files[name].read_text().count("\n") for name in reached)
     assert lines <= limit, f"{start} reaches {lines} lines in {len(reached)} modules"
@@ -160,12 +171,12 @@ def test_the_core_is_closed_under_import(files):
     """Optional parts are handed to the core as values."""
     for module, path in files.items():
         if module.startswith(CORE) and not module.startswith((*PARTS, *CHOOSE_PARTS)):
-            used = {name for name in imports(path) if name.startswith(PARTS)}
-            assert not used, f"{module} imports {used}"
+            parts = {name for name in imports(path) if name.startswith(PARTS)}
+            assert not parts, f"{module} imports {parts}"
 
 
 def test_a_step_knows_no_config(files):
-    """It takes a `Recipe`. Only the model has a config of its own."""
+    """A step takes a `Recipe`. Of the configs it knows only that of the model."""
     configs = ("train.config", "data.config", "train.cli")
     reached = reached_from(files, "train.core.step")
     assert not {module for module in reached if module.startswith(configs)}
@@ -174,11 +185,11 @@ def test_a_step_knows_no_config(files):
 @pytest.mark.parametrize(("module", "room"), RARE_IMPORTS)
 def test_a_rare_import_is_inside_a_function(files, module, room):
     assert any(name.startswith(room) for name in imports(files[module]))
-    at_the_top = imports(files[module], inside_functions=False)
-    assert not any(name.startswith(room) for name in at_the_top)
+    top_level_imports = imports(files[module], inside_functions=False)
+    assert not any(name.startswith(room) for name in top_level_imports)
 
 
-def test_what_a_match_does_not_know_is_an_error():
+def test_a_match_with_a_missing_case_is_an_error():
     """`case _` calls `assert_never`, so that a type checker finds what is missing."""
     for package in ("model", "data", "train", "launch"):
         for path in (REPOSITORY / package).rglob("*.py"):

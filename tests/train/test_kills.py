@@ -15,7 +15,7 @@ from tests.fleet import TINY, Fleet, of_text, write_text
 from tests.train.conftest import Configure
 from train.run.metrics import read_metrics
 
-# The door, which writes down the tokens that reach the devices of this process.
+# This is `python -m train`, which also records the tokens on the devices of a process.
 RECORDING = """
 import json
 import os
@@ -71,12 +71,12 @@ def rows_of(folder: Path, start: int) -> dict[int, np.ndarray]:
     for file in files:
         for line in file.read_text().splitlines(keepends=True):
             if line.endswith("\n"):  # a kill may tear the last line
-                recorded = json.loads(line)
-                parts.setdefault(recorded["step"], []).append(recorded["parts"])
+                record = json.loads(line)
+                parts.setdefault(record["step"], []).append(record["parts"])
     rows = {}
-    for step, of_processes in parts.items():
-        if len(of_processes) == len(files):
-            by_row = {int(k): v for part in of_processes for k, v in part.items()}
+    for step, parts_of_processes in parts.items():
+        if len(parts_of_processes) == len(files):
+            by_row = {int(k): v for part in parts_of_processes for k, v in part.items()}
             rows[step] = np.concatenate([by_row[first] for first in sorted(by_row)])
     return rows
 
@@ -98,11 +98,11 @@ def test_rows_of_growing_batches_are_a_prefix_after_kills_on_other_meshes(
     ]
     seed = random.randrange(2**32)
     moments = random.Random(seed)
-    seen = dict[int, np.ndarray]()
+    rows_by_step = dict[int, np.ndarray]()
     for number, (processes, mesh) in enumerate(starts):
         is_last = number == len(starts) - 1
-        saved = newest_save(run)
-        # The pace leaves time to kill; nobody makes the file that would end it.
+        saved_step = newest_save(run)
+        # A slow pace leaves time to kill; no one writes the file that would end it.
         pace = "" if is_last else "pace:0.15:never"
         environment = {"RECORD": str(number), "LONGHAUL_DRILL": pace}
         fleet = Fleet(
@@ -115,25 +115,29 @@ def test_rows_of_growing_batches_are_a_prefix_after_kills_on_other_meshes(
         if is_last:
             assert fleet.wait() == [0] * processes, fleet.said()
         else:
-            fleet.await_that(lambda step=saved: newest_save(run) > step)
+            fleet.await_that(lambda step=saved_step: newest_save(run) > step)
             time.sleep(moments.uniform(0, 1))
             fleet.send(signal.SIGKILL)
             assert set(fleet.wait()) == {137}, f"seed {seed}: {fleet.said()}"
-        found = rows_of(tmp_path, number)
-        assert min(found) >= saved, f"seed {seed}: it did not go on from a save"
-        assert sorted(found) == list(range(min(found), max(found) + 1))
-        for step in found.keys() & seen.keys():
-            np.testing.assert_array_equal(found[step], seen[step])
-        seen |= found
+        new_rows = rows_of(tmp_path, number)
+        assert min(new_rows) >= saved_step, f"seed {seed}: it did not go on from a save"
+        assert sorted(new_rows) == list(range(min(new_rows), max(new_rows) + 1))
+        for step in new_rows.keys() & rows_by_step.keys():
+            np.testing.assert_array_equal(new_rows[step], rows_by_step[step])
+        rows_by_step |= new_rows
 
-    assert [seen[step].shape for step in (0, 6, 9, STEPS - 1)] == [
+    assert [rows_by_step[step].shape for step in (0, 6, 9, STEPS - 1)] == [
         *((8, 16), (8, 32), (12, 32), (16, 32))
     ]
-    tokens = np.concatenate([seen[step].ravel() for step in range(STEPS)])
-    level = configure(*words, "data.batch_schedule=[]", "data.sequence_schedule=[]")
-    order = Order(open_sources(level.data), level.data, level.seed)
-    plain = [order.read(k).inputs.ravel() for k in range(-(-len(tokens) // 256))]
-    np.testing.assert_array_equal(tokens, np.concatenate(plain)[: len(tokens)])
+    tokens = np.concatenate([rows_by_step[step].ravel() for step in range(STEPS)])
+    constant_config = configure(
+        *words, "data.batch_schedule=[]", "data.sequence_schedule=[]"
+    )
+    order = Order(
+        open_sources(constant_config.data), constant_config.data, constant_config.seed
+    )
+    batches = [order.read(k).inputs.ravel() for k in range(-(-len(tokens) // 256))]
+    np.testing.assert_array_equal(tokens, np.concatenate(batches)[: len(tokens)])
     rows = [row for row in read_metrics(run) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[-1]["tokens"] == len(tokens)

@@ -1,4 +1,4 @@
-"""A command on a run brings its own mesh for the devices that are here."""
+"""A command on a run chooses a mesh for the devices of this machine."""
 
 from unittest import mock
 
@@ -35,15 +35,15 @@ def test_the_runs_mesh_is_kept_if_it_fits(configure, typed, sizes):
         ("a100-2", ("model.compute_dtype=float8",), Attention.cudnn, "bfloat16"),
     ],
 )
-def test_what_the_devices_lack_gives_way_loudly(
+def test_a_setting_that_the_devices_lack_is_replaced_with_a_warning(
     configure, monkeypatch, caplog, target, typed, attention, compute
 ):
-    """To the kernel that is theirs, or to one that any have."""
+    """The kernel of these devices, or one that runs on all, replaces the setting."""
     config = configure("model.vocab_size=512", *typed)
     if target:
         with mock.patch.object(devices, "missing_compiler", return_value="none"):
-            there = devices.fake_devices(parse_target(target))
-        monkeypatch.setattr(jax, "devices", lambda: there)
+            target_devices = devices.fake_devices(parse_target(target))
+        monkeypatch.setattr(jax, "devices", lambda: target_devices)
     execution = make_program_here(config).execution
     assert execution.attention.kernel is attention
     assert execution.numerics.compute_dtype == compute
@@ -56,14 +56,14 @@ def test_what_the_devices_lack_gives_way_loudly(
     ("typed", "count", "wanted", "parts"),
     [((), 1, 4, 4), ((), 1, 3, 1), (("mesh.fsdp=4",), 4, 8, 2)],
 )
-def test_a_batch_goes_through_in_the_runs_microbatches(
+def test_a_batch_is_split_into_the_microbatches_of_the_run(
     programs, typed, count, wanted, parts
 ):
-    """As far as rows of it are left for each device."""
+    """There are fewer microbatches if a device would otherwise lack rows of one."""
     program = with_microbatches(programs(*typed, devices=count), wanted)
     assert program.config.train.accumulation_steps == parts
 
 
-def test_what_fits_on_no_device_is_an_error(configure):
+def test_a_config_that_fits_no_device_is_an_error(configure):
     with pytest.raises(ConfigError):
         make_program_here(configure("mesh.params.mlp=[fsdp,tensor,fsdp]"))

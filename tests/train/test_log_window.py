@@ -1,4 +1,4 @@
-"""What is said of a window of steps."""
+"""A window of steps writes its lines, events and notes."""
 
 import json
 import math
@@ -23,10 +23,10 @@ WHOLE_RUN = Phase(first_batch=0, rows=4, length=25)
 
 
 class Run:
-    """Notes laps, events and lines as a run's directory would."""
+    """Record laps, events and lines, as the directory of a run does."""
 
     write = True
-    # 100 tokens a step.
+    # A step has 100 tokens.
     config = SimpleNamespace(
         data=DataConfig(batch_size=4, sequence_length=25, prefetch=2)
     )
@@ -70,7 +70,7 @@ def progress(notes):
 
 @pytest.fixture
 def window(run, feed):
-    """A window of a run that watches every tenth step, and left out two batches."""
+    """Open a window of a run that watches every tenth step and skipped two batches."""
     log = SimpleNamespace(numerics_interval_steps=10)
     device = SimpleNamespace(device_kind="cpu")
     program: Any = SimpleNamespace(
@@ -86,19 +86,19 @@ def window(run, feed):
     return LogWindow(programs, run, order, feed)
 
 
-def test_slow_data_is_noted_once_and_not_of_the_first_window(
+def test_slow_data_is_noted_once_and_not_in_the_first_window(
     window, feed, notes, progress, monkeypatch
 ):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(train.log_window.time, "monotonic", lambda: clock.now)
-    found = []
-    for step, (seconds, waited) in enumerate([(100, 50), (20, 1), (20, 1), (20, 9)]):
+    note_counts = []
+    for step, (seconds, waiting_s) in enumerate([(100, 50), (20, 1), (20, 1), (20, 9)]):
         clock.now += seconds
-        feed.seconds_waited += waited
+        feed.seconds_waited += waiting_s
         window.add(METRICS)
         window.close(step + 1, progress, write=False)
-        found.append(len(notes))
-    assert found == [0, 0, 1, 1]
+        note_counts.append(len(notes))
+    assert note_counts == [0, 0, 1, 1]
     assert notes[0].startswith("5.0% of the training time is spent waiting for data")
     assert "data.prefetch above 2" in notes[0]
 
@@ -110,7 +110,7 @@ def test_skipped_updates_are_recorded_once_with_their_batches_and_why(
     for metrics in (spike, METRICS, spike | {"grad_norm": np.inf}):
         window.add(metrics)
     window.read(1003, progress)
-    window.read(1003, progress)  # before a save: nothing is recorded again
+    window.read(1003, progress)  # a save reads again, and records nothing twice
     assert notes == [
         "updates skipped: step 1,001 (batch 1,002, spike), "
         "step 1,003 (batch 1,004, not finite)"
@@ -129,18 +129,18 @@ def test_skipped_updates_are_recorded_once_with_their_batches_and_why(
 
 
 def test_a_watched_step_names_the_layer_to_blame(window, run, notes, progress):
-    """The step after a window that left out updates is watched, so that it shows."""
+    """The step after a window with skipped updates is watched, to show the layer."""
     assert [window.should_watch(step) for step in (9, 10)] == [False, True]
     window.skipped_in_a_row = 1
     assert window.should_watch(11)
     names = ("residual", "attention", "mlp", "grad_largest", "grad_norm")
-    bad = {f"numerics/{name}": np.array([1.0, np.inf]) for name in names}
-    bad["numerics/residual"] = np.array([1.0, 2.0])
-    window.add({**METRICS, "skipped": 1.0, "loss": math.nan} | bad)
+    bad_metrics = {f"numerics/{name}": np.array([1.0, np.inf]) for name in names}
+    bad_metrics["numerics/residual"] = np.array([1.0, 2.0])
+    window.add({**METRICS, "skipped": 1.0, "loss": math.nan} | bad_metrics)
     assert not window.should_watch(12)
     window.read(11, progress)
-    said = "not finite, layer 1: its attention is not finite"
-    assert notes == [f"updates skipped: step 11 (batch 12, {said})"]
+    reason = "not finite, layer 1: its attention is not finite"
+    assert notes == [f"updates skipped: step 11 (batch 12, {reason})"]
     assert (run.recorded[0]["quantity"], run.recorded[0]["layer"]) == ("attention", 1)
     assert str(window.culprit) == "layer 1: its attention is not finite"
     window.add(METRICS)
@@ -148,7 +148,7 @@ def test_a_watched_step_names_the_layer_to_blame(window, run, notes, progress):
     assert window.culprit is None
 
 
-def test_laps_are_split_at_pauses_and_speed_is_free_of_them(
+def test_laps_are_split_at_pauses_which_the_speed_leaves_out(
     window, run, feed, progress
 ):
     for _ in range(3):
@@ -161,7 +161,7 @@ def test_laps_are_split_at_pauses_and_speed_is_free_of_them(
     window.add(METRICS)
     window.close(4, progress, write=True)
     assert run.laps == [
-        # What the buffer took to fill before the first window counts too.
+        # The time to fill the buffer before the first window counts too.
         ("step", {"data_wait": 0.75}, {"steps": 3}),
         *[("eval", None, {}), ("save", None, {})],
         ("step", {"data_wait": 0.0}, {"steps": 1, "step": 4}),
@@ -171,18 +171,18 @@ def test_laps_are_split_at_pauses_and_speed_is_free_of_them(
     assert values["step_seconds"] < 0.1
     assert math.isclose(values["tokens_per_second"] * values["step_seconds"], 80)
     run.laps.clear()
-    with window.pause("save"):  # right after a line: no lap of no steps
+    with window.pause("save"):  # right after a line, a lap without steps is omitted
         pass
     assert run.laps == [("save", None, {})]
 
 
-def test_tokens_are_targets_and_go_on_where_a_start_ended(window, run, progress):
-    """Without padding: of the 100 positions of a step 80 are targets."""
+def test_tokens_count_targets_and_continue_after_a_restart(window, run, progress):
+    """Padding does not count: 80 of the 100 positions of a step are targets."""
     rows = [{"step": 5, "tokens": 350}, {"step": 5, "eval/loss": 1}]
     (run.path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     window.add(METRICS)
     window.add(METRICS | {"targets": 60.0})
-    window.read(7, progress)  # before a save: a start that goes on from it needs them
+    window.read(7, progress)  # a save needs them for the start that resumes from it
     assert run.logged == [(7, {"tokens": 490})]
     window.add(METRICS)
     window.close(8, progress, write=True)
@@ -207,9 +207,9 @@ def test_the_mean_loss_of_the_window_leaves_out_skipped_updates(
     window, run, notes, losses, mean
 ):
     """A pair is the loss of a step and whether its update was skipped."""
-    shown = []
+    figures_shown = []
     progress: Any = SimpleNamespace(
-        note=notes.append, update=lambda *figures: shown.append(figures)
+        note=notes.append, update=lambda *figures: figures_shown.append(figures)
     )
     for loss in losses:
         loss, skipped = loss if isinstance(loss, tuple) else (loss, 0.0)
@@ -219,27 +219,33 @@ def test_the_mean_loss_of_the_window_leaves_out_skipped_updates(
     assert values["loss_mean"] == pytest.approx(mean, nan_ok=True)
     assert values["positions"] == 100 * len(losses)
     assert values["memory_bytes"] > 2**20
-    (_, _, _, _, shown_mean, memory_bytes) = shown[0]
+    (_, _, _, _, shown_mean, memory_bytes) = figures_shown[0]
     assert memory_bytes == values["memory_bytes"]
-    wanted = None if len(losses) == 1 else pytest.approx(mean, nan_ok=True)
-    assert shown_mean == wanted
+    expected_mean = None if len(losses) == 1 else pytest.approx(mean, nan_ok=True)
+    assert shown_mean == expected_mean
 
 
-def test_every_metric_of_a_step_is_logged_whatever_it_is(window, run, progress):
-    """But for figures of layers, which a watched step has a line for."""
+def test_every_metric_of_a_step_is_logged(window, run, progress):
+    """Figures of layers are excepted: a watched step logs them in another line."""
     loads = np.array([1.5, 2.5])
-    more = {"new": np.float32(3), "expert_load": loads, "numerics/x": loads}
-    window.add(METRICS | more)
+    added_metrics = {"new": np.float32(3), "expert_load": loads, "numerics/x": loads}
+    window.add(METRICS | added_metrics)
     window.close(1, progress, write=True)
-    ((_, values),) = (each for each in run.logged if "loss" in each[1])
+    ((_, values),) = (line for line in run.logged if "loss" in line[1])
     assert values["new"] == 3
-    found = {key: v for key, v in values.items() if key.startswith("expert_load")}
-    assert found == {"expert_load": 2.5, "expert_load/0": 1.5, "expert_load/1": 2.5}
+    expert_loads = {
+        key: v for key, v in values.items() if key.startswith("expert_load")
+    }
+    assert expert_loads == {
+        "expert_load": 2.5,
+        "expert_load/0": 1.5,
+        "expert_load/1": 2.5,
+    }
     assert "numerics/x" not in values
 
 
 def test_flops_count_the_tokens_of_each_phase(run, feed, progress):
-    """Two steps of 100 tokens at 3 FLOPs, and one of 400 tokens at 5."""
+    """Two steps have 100 tokens at 3 FLOPs each, and one has 400 tokens at 5."""
     phases = WHOLE_RUN, Phase(first_batch=2, rows=4, length=100, first_token=200)
     device = SimpleNamespace(device_kind="cpu")
     config = SimpleNamespace(data=run.config.data)

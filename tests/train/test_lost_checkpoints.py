@@ -11,7 +11,7 @@ from tests.train import doors
 from tests.train.doors import Door, lines
 from train.run.digests import SEAL
 
-# Fixtures.
+# Pytest finds the fixtures by these names.
 folder = doors.folder
 door = doors.door
 
@@ -19,7 +19,7 @@ SHORT = ("schedule=constant", "train.num_steps=4", "checkpoint.save_interval_ste
 LONGER = (*SHORT, "train.num_steps=6")
 
 
-def each_step(change: Callable[[Path], object]) -> Callable[[Path], object]:
+def for_each_step(change: Callable[[Path], object]) -> Callable[[Path], object]:
     def change_all(checkpoints: Path) -> None:
         for step in [path for path in checkpoints.iterdir() if path.name.isdigit()]:
             change(step)
@@ -59,13 +59,13 @@ WAYS: dict[str, Callable[[Path], object]] = {
     "the folder is empty": empty,
     "the folder is a link to nothing": replace_by_link,
     "the folder is a file": replace_by_file,
-    "the steps are gone": each_step(shutil.rmtree),
-    "the steps are emptied": each_step(empty),
-    "the steps are links to nothing": each_step(replace_by_link),
-    "the steps are damaged": each_step(flip),
-    "the steps have no seal": each_step(lambda step: (step / SEAL).unlink()),
-    "the steps are set aside": each_step(set_aside),
-    "the steps have other names": each_step(
+    "the steps are gone": for_each_step(shutil.rmtree),
+    "the steps are emptied": for_each_step(empty),
+    "the steps are links to nothing": for_each_step(replace_by_link),
+    "the steps are damaged": for_each_step(flip),
+    "the steps have no seal": for_each_step(lambda step: (step / SEAL).unlink()),
+    "the steps are set aside": for_each_step(set_aside),
+    "the steps have other names": for_each_step(
         lambda step: step.rename(step.with_name(f"old-{step.name}"))
     ),
 }
@@ -78,7 +78,7 @@ def trained(folder: Path, door: Door) -> Path:
     return folder / "trained"
 
 
-def refuses(run: Path, start: Callable[[], doors.Result]) -> str:
+def check_refusal(run: Path, start: Callable[[], doors.Result]) -> str:
     """Start a run twice, check that nothing is trained, and return the last message."""
     metrics = (run / "metrics.jsonl").read_bytes()
     for _ in range(2):
@@ -95,17 +95,17 @@ def test_a_longer_run_is_refused(trained, door, way):
     run = Path(shutil.copytree(trained, trained.parent / "copy"))
     try:
         WAYS[way](run / "checkpoints")
-        assert str(run) in refuses(run, lambda: door(run, *LONGER))
+        assert str(run) in check_refusal(run, lambda: door(run, *LONGER))
     finally:
         shutil.rmtree(run)
 
 
-def test_one_is_refused_with_the_remedy_and_goes_on_with_a_copy(trained, door):
+def test_the_error_names_a_remedy_and_the_run_resumes_from_a_copy(trained, door):
     run = Path(shutil.copytree(trained, trained.parent / "again"))
     (run / "checkpoints").rename(run / "copy")
-    said = refuses(run, lambda: door(run, *LONGER))
-    assert "its results.json has the score of step 4" in said
-    assert "Put the checkpoints back" in said
+    message = check_refusal(run, lambda: door(run, *LONGER))
+    assert "its results.json has the score of step 4" in message
+    assert "Put the checkpoints back" in message
     shutil.rmtree(run / "checkpoints")
     (run / "copy").rename(run / "checkpoints")
     result = door(run, *LONGER)
@@ -116,10 +116,12 @@ def test_one_is_refused_with_the_remedy_and_goes_on_with_a_copy(trained, door):
 @pytest.mark.slow
 def test_a_run_with_initial_weights_does_not_begin_again_with_them(trained, door):
     run = trained.parent / "begun"
-    begin = f"init_from={trained}"
-    assert door(run, *SHORT, begin).returncode == 0
+    initial_weights = f"init_from={trained}"
+    assert door(run, *SHORT, initial_weights).returncode == 0
     shutil.rmtree(run / "checkpoints")
-    assert "score of step 4" in refuses(run, lambda: door(run, *LONGER, begin))
+    assert "score of step 4" in check_refusal(
+        run, lambda: door(run, *LONGER, initial_weights)
+    )
 
 
 @pytest.mark.slow
@@ -130,11 +132,11 @@ def test_a_branch_is_refused_with_its_trunk_named(trained, folder, forks: Forks,
     try:
         assert forks.run(words, folder, {}).returncode == 0
         WAYS[way](run / "checkpoints")
-        said = refuses(
+        message = check_refusal(
             run, lambda: forks.run([*words, "train.num_steps=6"], folder, {})
         )
-        named = f"from={trained}@2" in said
-        assert named == (way == "the folder is gone")
+        names_trunk = f"from={trained}@2" in message
+        assert names_trunk == (way == "the folder is gone")
     finally:
         shutil.rmtree(run)
 

@@ -44,11 +44,11 @@ def test_a_secret_is_known_by_a_word_in_its_name():
     secrets = "MYTOKENS API_KEY_2 DB_PASS DB_PWD apiKey GITHUB_PAT DBPASS HF_TOKEN"
     secrets += " WANDB_API_KEY AWS_SECRET_ACCESS_KEY MYSQL_PASSWORD GOOGLE_CREDENTIALS"
     secrets += " CLIENT_SECRET"
-    others = "TOKENIZERS_PARALLELISM PWD KEYBOARD MONKEY COMPASS token_shift"
-    others += " from_tokens"
-    others += " tokenizer keep_latest XLA_FLAGS WEB_IDENTITY_TOKEN_FILE MY_KEY_PATH"
+    harmless = "TOKENIZERS_PARALLELISM PWD KEYBOARD MONKEY COMPASS token_shift"
+    harmless += " from_tokens"
+    harmless += " tokenizer keep_latest XLA_FLAGS WEB_IDENTITY_TOKEN_FILE MY_KEY_PATH"
     assert [name for name in secrets.split() if not is_secret_name(name)] == []
-    assert [name for name in others.split() if is_secret_name(name)] == []
+    assert [name for name in harmless.split() if is_secret_name(name)] == []
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_every_secret_of_a_long_text_is_remembered(monkeypatch):
     urls = " ".join(f"https://host/x?sig=Zq9SECRETzQ{n}x" for n in range(10, 60))
     compose([hydra_text("tracker.mlflow.experiment", urls)])
     assert mask_output("Zq9SECRETzQ10x and Zq9SECRETzQ59x") == "*** and ***"
-    # A variable is masked by its name, which is longer than its value.
+    # The name of the variable replaces its value, and is longer.
     compose([f'tracker.mlflow.experiment="{urls} ${{oc.env:DB_PASS}} {urls}"'])
     assert mask_output("at Zq9ENVIRONMENT") == "at ${oc.env:DB_PASS}"
 
@@ -79,22 +79,23 @@ def test_every_secret_of_a_long_text_is_remembered(monkeypatch):
 def test_passwords_in_urls_are_masked_and_nothing_else():
     assert mask(f"{URL}, postgres://a:b@c@d/e") == f"{MASKED}, postgres://a:***@d/e"
     assert mask("https://ghp_abcdefgh@github.com/x") == "https://***@github.com/x"
-    signed = "https://h/x?a=b&X-Amz-Signature=0ab1&token=c#d"
-    assert mask(signed) == "https://h/x?a=b&X-Amz-Signature=***&token=***#d"
+    signed_url = "https://h/x?a=b&X-Amz-Signature=0ab1&token=c#d"
+    assert mask(signed_url) == "https://h/x?a=b&X-Amz-Signature=***&token=***#d"
     for text in ("gs://bucket/a@b", "s3://bucket:1/x", "a:b@c", "http://host:80/a"):
         assert mask(text) == text
 
 
 def test_files_and_output_hold_no_secret(monkeypatch, capsys):
     monkeypatch.setenv("MY_API_KEY", "geheim-123")
-    named = "tracker.mlflow.experiment=of-${oc.env:MY_API_KEY}"
-    config = compose([f"tracker.mlflow.uri={URL}", named])
-    assert config.tracker.mlflow.experiment == "of-geheim-123"  # for the tracker itself
-    written = config_yaml(config)
-    assert MASKED in written
-    assert "of-${oc.env:MY_API_KEY}" in written
-    said = str(ConfigError([Mistake("tracker.mlflow.uri", URL, f"no {URL}")]))
-    said += str(ConfigError([Mistake("cluster.environment.DB_PASS", "hidden", "no")]))
+    experiment = "tracker.mlflow.experiment=of-${oc.env:MY_API_KEY}"
+    config = compose([f"tracker.mlflow.uri={URL}", experiment])
+    # The tracker gets the true value.
+    assert config.tracker.mlflow.experiment == "of-geheim-123"
+    yaml_text = config_yaml(config)
+    assert MASKED in yaml_text
+    assert "of-${oc.env:MY_API_KEY}" in yaml_text
+    errors = str(ConfigError([Mistake("tracker.mlflow.uri", URL, f"no {URL}")]))
+    errors += str(ConfigError([Mistake("cluster.environment.DB_PASS", "hidden", "no")]))
     monkeypatch.setattr(sys, "argv", ["train"])
 
     def main(config: Config) -> None:
@@ -103,21 +104,21 @@ def test_files_and_output_hold_no_secret(monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with pytest.raises(SystemExit):
         command.run_command(main)
-    logged = capsys.readouterr().err
-    assert "reached" in logged
-    for text in (written, said, logged):
+    log_output = capsys.readouterr().err
+    assert "reached" in log_output
+    for text in (yaml_text, errors, log_output):
         assert "pass%40word" not in text
         assert "geheim" not in text
         assert "hidden" not in text
 
 
-def test_another_password_makes_no_other_run():
-    one, two = (
+def test_another_password_does_not_change_the_run():
+    first, second = (
         replace(Config(), init_from=url) for url in (URL, URL.replace("word", "w"))
     )
-    assert not config_differences(one, two)
-    assert run_name(one) == run_name(two)
-    assert config_differences(one, replace(one, init_from=URL + "/other"))
+    assert not config_differences(first, second)
+    assert run_name(first) == run_name(second)
+    assert config_differences(first, replace(first, init_from=URL + "/other"))
 
 
 def test_a_config_of_someone_else_does_not_read_this_environment(tmp_path, monkeypatch):
@@ -140,15 +141,15 @@ def test_aliases_that_stand_for_billions_of_values_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("text", "secret"), PLANTED.values(), ids=PLANTED)
 def test_a_secret_of_any_form_is_masked_once(text, secret):
-    for whole in (text, f"cannot read {text}: no", f"['{text}', 1]", f"{text}\nmore"):
-        masked = mask(whole)
+    for message in (text, f"cannot read {text}: no", f"['{text}', 1]", f"{text}\nmore"):
+        masked = mask(message)
         assert secret not in masked
-        assert mask(masked) == masked  # so that recorded values can be compared
+        assert mask(masked) == masked  # masked records can be compared
     assert holds_secret(text)
 
 
 @pytest.mark.parametrize("text", READABLE)
-def test_what_is_no_secret_stays_readable(text):
+def test_text_without_a_secret_stays_readable(text):
     assert mask(text) == text
 
 
@@ -180,7 +181,7 @@ def test_variables_with_secret_names_are_masked_in_output_only(monkeypatch):
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
-    """Run a command in this process; return all that it prints."""
+    """Run a command in this process; return everything that it prints."""
 
     def run(main, *arguments):
         monkeypatch.setattr(sys, "argv", ["train", *arguments])
@@ -210,9 +211,9 @@ def test_no_output_of_a_command_shows_a_secret(printed, kind):
                 logging.getLogger("train").exception("failed with %s", text)
         raise kind("\n".join(text for text, _ in PLANTED.values()))
 
-    shown = printed(main)
-    assert shown.count("found") >= 2 * len(PLANTED)
-    assert [name for name, (_, secret) in PLANTED.items() if secret in shown] == []
+    output = printed(main)
+    assert output.count("found") >= 2 * len(PLANTED)
+    assert [name for name, (_, secret) in PLANTED.items() if secret in output] == []
 
 
 ARGUMENTS = [
@@ -224,16 +225,16 @@ FLAGS = [[], ["--cfg", "job"], ["--cfg", "all"], ["--cfg", "hydra"], ["--info"]]
 
 @pytest.mark.parametrize("number", range(len(PLANTED)), ids=PLANTED)
 def test_no_message_about_an_argument_shows_a_secret(printed, number):
-    """Each form is in another argument and with other flags, the first form in all."""
+    """Each form is tried in one argument with some flags, the first form in all."""
     text, secret = [*PLANTED.values()][number]
     pairs = [(ARGUMENTS[number % len(ARGUMENTS)], FLAGS[number % len(FLAGS)])]
     if number == 0:
         pairs = [(argument, flags) for argument in ARGUMENTS for flags in FLAGS]
     for argument, flags in pairs:
-        shown = printed(lambda config: None, *flags, argument.replace("{}", text))
-        assert secret not in shown, (argument, flags)
-    used = hydra_text("tracker.mlflow.experiment", text)
-    assert secret not in printed(lambda config: None, "--cfg", "job", used)
+        output = printed(lambda config: None, *flags, argument.replace("{}", text))
+        assert secret not in output, (argument, flags)
+    override = hydra_text("tracker.mlflow.experiment", text)
+    assert secret not in printed(lambda config: None, "--cfg", "job", override)
 
 
 @pytest.mark.parametrize(("text", "secret"), PLANTED.values(), ids=PLANTED)
@@ -243,48 +244,53 @@ def test_a_config_with_a_secret_of_the_environment_can_be_read_again(
     """No rule masks a part of the `${oc.env:NAME}` that stands for the secret."""
     monkeypatch.setenv("MY_API_KEY", secret)
     masking.remember_secrets("${oc.env:MY_API_KEY}")
-    every = " ".join(text for text, _ in PLANTED.values())
+    all_texts = " ".join(text for text, _ in PLANTED.values())
     pair = f"s3://{secret}:{secret}@host/path?sig={secret} {text}"
-    for value in (text, every, pair):
+    for value in (text, all_texts, pair):
         mlflow = replace(Config().tracker.mlflow, experiment=value)
         tracker = replace(Config().tracker, mlflow=mlflow)
-        written = config_yaml(replace(Config(), tracker=tracker))
-        assert secret not in written
+        yaml_text = config_yaml(replace(Config(), tracker=tracker))
+        assert secret not in yaml_text
         file = tmp_path / "config.yaml"
-        file.write_text(written)
-        again = read_yaml(file).tracker.mlflow.experiment
-        assert mask(again or "") == mask(value)
+        file.write_text(yaml_text)
+        experiment = read_yaml(file).tracker.mlflow.experiment
+        assert mask(experiment or "") == mask(value)
 
 
 def test_no_record_of_a_run_holds_a_secret(tmp_path):
-    """Where records of the config, of errors and of results are made."""
-    every = " ".join(t for t, _ in PLANTED.values() if "oc.env" not in t)
-    words = [hydra_text("tracker.mlflow.experiment", every)]
+    """The test writes every kind of record: of the config, errors and results."""
+    all_texts = " ".join(t for t, _ in PLANTED.values() if "oc.env" not in t)
+    words = [hydra_text("tracker.mlflow.experiment", all_texts)]
     words.append(hydra_text("init_from", PLANTED["amazon signature"][0]))
     words.append(hydra_text("run.name", f"of-{PLANTED['hugging face'][0]}"))
     config = compose(words)
-    assert config.tracker.mlflow.experiment == every  # the program uses the true text
+    # The program uses the true text.
+    assert config.tracker.mlflow.experiment == all_texts
     run = tmp_path / "run"
     path = epath.Path(run)
     record_start(path, config, _Sources(), start=1, schedule_steps=2)
     record_start(path, replace(config, seed=3), _Sources(), start=2, schedule_steps=2)
-    later = replace(config, init_from=PLANTED["azure sas"][0])
-    record_start(path, later, _Sources(), start=3, schedule_steps=2)
+    later_config = replace(config, init_from=PLANTED["azure sas"][0])
+    record_start(path, later_config, _Sources(), start=3, schedule_steps=2)
     description = checkpoint_metadata(config, _Sources(), {}, 2)
     (run / "description.json").write_text(json.dumps(description))
     events = EventLog(path)
-    events.record("crash", error=every, details={"lines": [every]})
+    events.record("crash", error=all_texts, details={"lines": [all_texts]})
     events.close()
-    write_evaluation(path, 1, {"task_path": every}, {"eval/loss": 1.0})
+    write_evaluation(path, 1, {"task_path": all_texts}, {"eval/loss": 1.0})
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    (run / "results.json").write_text(json.dumps(json_compatible({"sample": every})))
+    (run / "results.json").write_text(
+        json.dumps(json_compatible({"sample": all_texts}))
+    )
     write_report(run)
-    write_page(path / "page.html", TEMPLATE, {"command": every, "n": [1.5]})
+    write_page(path / "page.html", TEMPLATE, {"command": all_texts, "n": [1.5]})
     files = [file for file in run.rglob("*") if file.is_file()]
     assert len(files) >= 9
     for file in files:
-        held = file.read_text()
-        assert [n for n, (_, secret) in PLANTED.items() if secret in held] == [], file
+        content = file.read_text()
+        assert [n for n, (_, secret) in PLANTED.items() if secret in content] == [], (
+            file
+        )
     # A start with the same command finds its own config again.
     assert config_differences(read_yaml(path / "config.yaml"), config) == []
 

@@ -1,11 +1,11 @@
-"""On any mesh a run is that of one device: gradients, losses, loads, weights.
+"""A run on a mesh equals one on one device: gradients, losses, loads, weights.
 
-In float32, with packed documents, and weights none of whose gradients are zero.
+The runs use float32 and packed documents, and no weight has zero gradients.
 
 Each processor rounds in its own way, and rounding errors grow from step to step. A
-token with almost equal scores of two experts may then go to either, which moves a loss
-by more than rounding does. So models with experts take few steps, on batches without
-such a token.
+token with almost equal scores of two experts may then go to either, which changes a
+loss by more than rounding does. Models with experts therefore take few steps, on
+batches without such a token.
 """
 
 import functools
@@ -39,7 +39,7 @@ MODELS = {
     "near": (  # The window reaches at most a chunk of a ring of four.
         *(*DENSE, *LOCAL, "model.window=5", "model.token_shift=both"),
     ),
-    "far": (*DENSE, *LOCAL, "model.window=11"),  # longer than one of a ring of two
+    "far": (*DENSE, *LOCAL, "model.window=11"),  # longer than a chunk of a ring of two
     "experts": MOE,
     "every": (*MOE, "model.num_layers=6", "model.experts_every=3"),
     "mixed": (
@@ -61,7 +61,7 @@ MODELS = {
         *("model.attention_gate=true", "model.delta_value_heads=8"),
         "model.delta_key_dim=16",
     ),
-    "balanced": (*MOE, *BALANCED),  # a microbatch's own: not on stages
+    "balanced": (*MOE, *BALANCED),  # losses per microbatch: no stages
     "grouped": (
         *(*MOE, "model.router_groups=4", "model.router_groups_kept=2"),
         *("model.routed_scaling=2", "model.shared_expert_gate=true"),
@@ -91,8 +91,11 @@ SLOW = [
     ("latent", "fsdp=4 context=2 context_attention=ulysses train.remat=[latent]"),
     ("latent", "pipeline=2 fsdp=2 tensor=2 train.remat=full"),
     ("delta", "data=2 fsdp=2 tensor=2"),
-    ("delta", "context=4 fsdp=2 train.remat=full"),  # A device has two pieces of a row,
-    ("delta", "context=4 tensor=2 context_attention=all_gather"),  # or one.
+    ("delta", "context=4 fsdp=2 train.remat=full"),  # two pieces per device
+    (
+        "delta",
+        "context=4 tensor=2 context_attention=all_gather",
+    ),  # one piece per device
     ("delta", "pipeline=2 context=2 expert=2"),
     ("dense", "pipeline=4 data=2"),
     ("near", "pipeline=2 data=2 tensor=2"),
@@ -114,14 +117,14 @@ SLOW = [
 
 @pytest.fixture(scope="module")
 def alone(configure):
-    """The steps of one device, by the model."""
+    """Return the steps of a model on one device."""
 
     @functools.cache
     def alone(model):
         config = configure(*MODELS[model])
         steps = num_steps(config)
         reference = Reference(config, jax.devices(), num_steps=steps)
-        # Delta nets amplify rounding errors: no batches of ten tries were stable.
+        # Delta nets amplify rounding errors: ten tries find no stable batches.
         assert reference.is_stable or model == "delta"
         assert (reference.batches[0].segment_ids.max(axis=1) > 1).any()
         assert all(name.endswith("router.balance") for name in reference.no_gradient)
@@ -137,7 +140,7 @@ def alone(configure):
     ("model", "mesh"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_a_run_is_that_of_one_device(configure, alone, model, mesh):
+def test_a_run_equals_that_of_one_device(configure, alone, model, mesh):
     config = configure(*MODELS[model], *sizes(mesh))
     comparison = alone(model).compare(config)
     losses = [d for d in comparison.differences if d.key.quantity == "loss"]
@@ -153,29 +156,36 @@ def test_a_run_is_that_of_one_device(configure, alone, model, mesh):
         ("dense", "pipeline=2 fsdp=2 tensor=2 pipeline_repeats=2", ["fsdp=8"]),
     ],
 )
-def test_a_run_goes_on_to_the_bit_and_on_other_meshes(
+def test_a_resumed_run_is_bitwise_equal_and_close_on_other_meshes(
     programs, store, tmp_path, model, mesh, others
 ):
-    named = (*MODELS[model], "optimizer.ema_decay=0.9")
-    program = programs(*named, *sizes(mesh), devices=8)
+    overrides = (*MODELS[model], "optimizer.ema_decay=0.9")
+    program = programs(*overrides, *sizes(mesh), devices=8)
     state, _ = take_steps(program, store, program.init(), 3)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(3, state, {"step": 3})
     checkpoints.wait()
-    end, metrics = take_steps(program, store, state, 3)
-    restored = checkpoints.saved.restore(program.state)
-    again, found = take_steps(program, store, restored, 3)
-    assert [one["loss"] for one in found] == [one["loss"] for one in metrics]
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((again, end)))
-    for other in others:
-        elsewhere = programs(*named, *sizes(other), devices=8)
-        there = checkpoints.saved.restore(elsewhere.state)
-        assert jax.tree.map(lambda leaf: leaf.sharding, there) == elsewhere.shardings
+    final_state, metrics = take_steps(program, store, state, 3)
+    restored_state = checkpoints.saved.restore(program.state)
+    resumed_state, resumed_metrics = take_steps(program, store, restored_state, 3)
+    assert [metric["loss"] for metric in resumed_metrics] == [
+        metric["loss"] for metric in metrics
+    ]
+    jax.tree.map(
+        np.testing.assert_array_equal, *jax.device_get((resumed_state, final_state))
+    )
+    for other_mesh in others:
+        other_program = programs(*overrides, *sizes(other_mesh), devices=8)
+        other_state = checkpoints.saved.restore(other_program.state)
+        assert (
+            jax.tree.map(lambda leaf: leaf.sharding, other_state)
+            == other_program.shardings
+        )
         # Later steps round more, which may choose another expert.
         count = 1 if program.config.model.expert_layers else 3
-        _, found = take_steps(elsewhere, store, there, count)
-        for one, right in zip(found, metrics, strict=False):
-            np.testing.assert_allclose(one["loss"], right["loss"], rtol=1e-5)
+        _, resumed_metrics = take_steps(other_program, store, other_state, count)
+        for metric, expected in zip(resumed_metrics, metrics, strict=False):
+            np.testing.assert_allclose(metric["loss"], expected["loss"], rtol=1e-5)
     checkpoints.close()
 
 
@@ -184,5 +194,5 @@ def num_steps(config) -> int:
 
 
 def sizes(mesh: str) -> list[str]:
-    """Give overrides: sizes of a mesh, and keys that are written out."""
+    """Return overrides: words without a dot are sizes of the mesh."""
     return [word if "." in word else f"mesh.{word}" for word in mesh.split()]

@@ -1,4 +1,4 @@
-"""Host memory: what waits there does not change the training."""
+"""Values that wait in host memory do not change the training."""
 
 from types import SimpleNamespace
 
@@ -19,13 +19,13 @@ from train.run.checkpoint import Checkpoints
 LAYERS = ("model.num_layers=2", "train.remat=full")
 
 
-def same(state, other):
-    """Compare all values but for rounding, wherever they lie.
+def check_close(first, second):
+    """Check that all values are equal except for rounding, in either memory.
 
-    XLA divides the two updates differently, and where a processor adds a product in one
+    XLA splits the two updates differently. If a processor adds a product in one
     instruction, a bit of the result may differ.
     """
-    for a, b in zip(*map(jax.tree.leaves, (state, other)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True):
         np.testing.assert_allclose(
             jax.device_get(a), jax.device_get(b), rtol=1e-6, atol=1e-8
         )
@@ -38,17 +38,19 @@ def same(state, other):
     "offload",
     ["train.offload=[residual,attention,mlp_up]", "optimizer.offload=true"],
 )
-def test_what_waits_in_host_memory_changes_nothing(
+def test_offloading_to_host_memory_changes_no_value(
     programs, store, devices, mesh, offload
 ):
-    plain = programs(*LAYERS, *mesh, devices=devices)
-    moved = programs(*LAYERS, *mesh, offload, devices=devices)
-    one, other = (take_steps(p, store, p.init(), 2) for p in (plain, moved))
-    same(one, other)
+    plain_program = programs(*LAYERS, *mesh, devices=devices)
+    offloading_program = programs(*LAYERS, *mesh, offload, devices=devices)
+    expected, actual = (
+        take_steps(p, store, p.init(), 2) for p in (plain_program, offloading_program)
+    )
+    check_close(expected, actual)
     if offload.startswith("optimizer"):
-        moments = dict(moments_of(other[0]))
+        moments = dict(moments_of(actual[0]))
         assert "optimizer.transform.0.nu.layers.0.0.mlp.up.weight" in moments
-        for name, leaf in named(other[0]):
+        for name, leaf in named(actual[0]):
             kind = "pinned_host" if name in moments else "device"
             assert leaf.sharding.memory_kind == kind
 
@@ -61,44 +63,44 @@ def test_what_waits_in_host_memory_changes_nothing(
         ("tpu", (0, 10, 2), "bfloat16", False),
     ],
 )
-def test_what_no_compiler_can_place_is_refused(
+def test_moments_that_no_compiler_can_offload_are_refused(
     configure, monkeypatch, platform, version, dtype, refused
 ):
     monkeypatch.setattr(jax, "__version_info__", version)
     moments = "optimizer.offload=true", f"optimizer.moment_dtype={dtype}"
     config = configure(*LAYERS, *moments, "model.attention=xla")
     device = SimpleNamespace(platform=platform, device_kind="")
-    given = config, device, dict.fromkeys(MESH_AXES, 1)
+    arguments = config, device, dict.fromkeys(MESH_AXES, 1)
     if refused:
         with pytest.raises(ConfigError, match=r"jax 0\.11 or later"):
-            choose_execution(*given)
+            choose_execution(*arguments)
     else:
-        choose_execution(*given)
+        choose_execution(*arguments)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_moments_in_either_memory_and_on_another_mesh(
+def test_a_run_resumes_with_moments_in_either_memory_on_another_mesh(
     programs, store, tmp_path
 ):
-    """Saved from host memory, restored to a device's, and the other way round."""
+    """The moments move from host memory to that of a device, and back."""
     cube = programs(*LAYERS, *CUBE, "optimizer.offload=true", devices=8)
     state = cube.init()
-    ways = ((1, "false"), (8, "true"))
-    for number, (devices, offload) in enumerate(ways):
+    layouts = ((1, "false"), (8, "true"))
+    for number, (devices, offload) in enumerate(layouts):
         mesh = () if devices == 1 else ("mesh.fsdp=8",)
-        wanted = programs(
+        program = programs(
             *LAYERS, *mesh, f"optimizer.offload={offload}", devices=devices
         )
         folder = epath.Path(tmp_path / str(number))
         checkpoints = Checkpoints(folder, CheckpointConfig())
         checkpoints.save(0, state, {})
         checkpoints.wait()
-        restored = checkpoints.saved.restore(wanted.state)
+        restored_state = checkpoints.saved.restore(program.state)
         checkpoints.close()
-        same(restored, state)
-        assert restored is not None
-        assert jax.tree.map(lambda x: x.sharding, restored) == wanted.shardings
-        state = restored
+        check_close(restored_state, state)
+        assert restored_state is not None
+        assert jax.tree.map(lambda x: x.sharding, restored_state) == program.shardings
+        state = restored_state
 
 
 @pytest.mark.slow
@@ -110,7 +112,7 @@ def test_a_flipped_bit_in_host_memory_is_found(programs):
     assert checksums is not None
     name, _ = moments_of(state)[-1]
     assert compare_replicas(checksums(state), program.state, program.mesh) == []
-    wrong = compare_replicas(
+    findings = compare_replicas(
         checksums(flip_bit(state, name, 1)), program.state, program.mesh
     )
-    assert {finding.array for finding in wrong} == {name}
+    assert {finding.array for finding in findings} == {name}

@@ -11,7 +11,7 @@ from tests.train import doors
 from tests.train.doors import Door
 from train.errors import writing
 
-# Fixtures.
+# Pytest finds the fixtures by these names.
 folder = doors.folder
 door = doors.door
 
@@ -36,14 +36,14 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def words(folder: Path, door: Door) -> dict[str, Path]:
     run = folder / "run"
-    other = folder / "other"
-    exported = ("model=plain", "model.num_layers=1", "train.num_steps=2")
-    result = door(run, *exported, "checkpoint.save_interval_steps=2")
+    other_run = folder / "other"
+    overrides = ("model=plain", "model.num_layers=1", "train.num_steps=2")
+    result = door(run, *overrides, "checkpoint.save_interval_steps=2")
     assert result.returncode == 0, result.stderr
-    shutil.copytree(run, other)
+    shutil.copytree(run, other_run)
     (folder / "file").write_text("")
     os.mkfifo(folder / "pipe")
-    return {"run": run, "other": other, "text": folder / "text.txt"}
+    return {"run": run, "other": other_run, "text": folder / "text.txt"}
 
 
 def test_a_pipe_is_refused_as_a_file_of_samples(words, folder, forks: Forks):

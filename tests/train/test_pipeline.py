@@ -1,4 +1,4 @@
-"""Stages of layers; that they change no loss and no gradient: test_meshes.py."""
+"""Pipeline stages take the planned iterations; test_meshes.py compares gradients."""
 
 import jax
 import numpy as np
@@ -15,14 +15,17 @@ MIXED = ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2")
 
 @pytest.mark.slow
 def test_losses_of_muon_do_not_depend_on_the_stages(programs, store):
-    named = (*DEEP, "optimizer=muon", "optimizer.ema_decay=0.9")
-    one = programs(*named, devices=1)
-    state = jax.device_get(one.init())
-    expected = losses_of(one, store, state, 6)
-    found = losses_of(
-        programs(*named, *MIXED, "mesh.pipeline_repeats=2", devices=8), store, state, 6
+    overrides = (*DEEP, "optimizer=muon", "optimizer.ema_decay=0.9")
+    program = programs(*overrides, devices=1)
+    state = jax.device_get(program.init())
+    expected = losses_of(program, store, state, 6)
+    actual = losses_of(
+        programs(*overrides, *MIXED, "mesh.pipeline_repeats=2", devices=8),
+        store,
+        state,
+        6,
     )
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -30,20 +33,23 @@ def test_losses_of_muon_do_not_depend_on_the_stages(programs, store):
 def test_the_compiled_step_does_as_many_iterations_as_planned(
     programs, repeats, iterations
 ):
-    """Read off how often it permutes, twice an iteration and pass, and multiplies."""
-    named = "mesh.pipeline=2", "mesh.data=2", "train.pipeline_microbatches=4"
-    program = programs(*DEEP, *named, f"mesh.pipeline_repeats={repeats}", devices=4)
+    """The numbers of permutes (two an iteration and pass) and of FLOPs show it."""
+    overrides = "mesh.pipeline=2", "mesh.data=2", "train.pipeline_microbatches=4"
+    program = programs(*DEEP, *overrides, f"mesh.pipeline_repeats={repeats}", devices=4)
     pipeline = program.pipeline
     assert pipeline.iterations == iterations
     assert pipeline.bubble == 1 / iterations
     step = program.train_step.lower(program.state, program.batch).compile()
-    read = read_step(program, step.as_text(), local_step(program).flops)
-    estimated = estimate_step(program)
+    compiled_cost = read_step(program, step.as_text(), local_step(program).flops)
+    estimated_cost = estimate_step(program)
     rows = program.config.data.batch_size // 8 * 32 * 16 * 4  # bytes of a microbatch
-    for cost in (read, estimated) if repeats == 1 else ():  # else weights travel too
-        (sent,) = [t for t in cost.sent if t.kind == "collective-permute"]
-        assert sent.payload == 4 * iterations * rows
-    assert read.flops.total == pytest.approx(estimated.flops.total, rel=0.01)
+    # Steps with repeats also send weights.
+    for cost in (compiled_cost, estimated_cost) if repeats == 1 else ():
+        (permute,) = [t for t in cost.sent if t.kind == "collective-permute"]
+        assert permute.payload == 4 * iterations * rows
+    assert compiled_cost.flops.total == pytest.approx(
+        estimated_cost.flops.total, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,8 +73,8 @@ def test_the_compiled_step_does_as_many_iterations_as_planned(
         ),
     ],
 )
-def test_what_stages_cannot_share_is_said_at_once(programs, changed, key, rule):
+def test_settings_that_stages_cannot_share_are_refused(programs, changed, key, rule):
     with pytest.raises(ConfigError) as error:
         programs(*DEEP, "mesh.pipeline=2", "mesh.data=2", *changed, devices=4)
-    found = {mistake.key: mistake.rule for mistake in error.value.mistakes}
-    assert rule in found[key]
+    rules = {mistake.key: mistake.rule for mistake in error.value.mistakes}
+    assert rule in rules[key]

@@ -28,7 +28,7 @@ def program(programs):
 
 @pytest.fixture(scope="module")
 def params(program):
-    """Weights of which none is zero or one, so that no norm or bias hides."""
+    """Make weights of which none is zero or one, so that every norm and bias counts."""
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda w: w + 0.3 * rng.normal(size=w.shape).astype(np.float32),
@@ -78,12 +78,12 @@ def test_loss_and_gradients_are_those_of_documents_alone(program, params, store)
     batch = Order(store, program.config.data, 0).read(0)
     assert (batch.segment_ids.max(axis=1) > 1).any()
     step = make_gradients(program.model, program.execution, program.recipe)
-    found = jax.jit(step)(params, jax.tree.map(jnp.asarray, batch))
+    result = jax.jit(step)(params, jax.tree.map(jnp.asarray, batch))
     loss = jax.value_and_grad(lambda p: total_loss(program, p, batch), has_aux=True)
     (_, expected), grads = jax.jit(loss)(params)
-    np.testing.assert_allclose(found.losses, expected, rtol=1e-5)
-    assert distance(found.grads, grads) < 1e-5
-    assert min(map(float, found.losses)) > 1
+    np.testing.assert_allclose(result.losses, expected, rtol=1e-5)
+    assert distance(result.grads, grads) < 1e-5
+    assert min(map(float, result.losses)) > 1
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
@@ -99,13 +99,13 @@ def test_modules_read_the_targets_of_a_document_one_after_the_other(
         for k in range(DEPTH):
             tokens = ahead.tokens_BTP[..., k]
             targets = ahead.targets_BTP[..., k]
-            read = np.asarray((tokens >= 0) & (batch.segment_ids > 0))
-            rows, columns = np.nonzero(read)
+            is_read = np.asarray((tokens >= 0) & (batch.segment_ids > 0))
+            rows, columns = np.nonzero(is_read)
             assert len(rows)
             expected = np.asarray(batch.targets)[rows, columns + k]
-            np.testing.assert_array_equal(np.asarray(tokens)[read], expected)
+            np.testing.assert_array_equal(np.asarray(tokens)[is_read], expected)
             # A module predicts a token wherever it reads one.
-            np.testing.assert_array_equal(read, np.asarray(targets >= 0))
+            np.testing.assert_array_equal(is_read, np.asarray(targets >= 0))
 
 
 def test_the_metric_is_the_mean_loss_of_the_modules(program, store):

@@ -1,4 +1,4 @@
-"""One start of a run: what is decided before anything is opened."""
+"""A start finds its directory, heeds early signals and reports a crash."""
 
 import os
 import signal
@@ -26,17 +26,18 @@ def test_all_files_of_a_run_lie_in_one_directory():
     assert settled_run_dir(config) != run_dir(config)
 
 
-def test_where_the_data_is_missing_the_start_itself_says_so():
+def test_missing_data_does_not_hide_the_run_directory():
     config = compose(["data=tokens", "data.path=missing", "run.name=base"])
     assert settled_run_dir(config) == "runs/base"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_notice_while_jax_is_imported_is_a_preemption(tmp_path, number):
-    """An import that takes for ever stands for it."""
-    slow = "import time\nprint('importing', flush=True)\n"
-    slow += "for _ in range(10**5): time.sleep(0.01)"  # one may miss a signal
-    (tmp_path / "jax.py").write_text(slow)
+def test_a_signal_while_jax_is_imported_is_a_preemption(tmp_path, number):
+    """A module that takes for ever to import stands for JAX."""
+    slow_module = "import time\nprint('importing', flush=True)\n"
+    # One long sleep may miss a signal.
+    slow_module += "for _ in range(10**5): time.sleep(0.01)"
+    (tmp_path / "jax.py").write_text(slow_module)
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
     process = subprocess.Popen(
         [sys.executable, "-m", "train", f"run.dir={tmp_path}/run"],
@@ -58,6 +59,6 @@ def test_a_notice_while_jax_is_imported_is_a_preemption(tmp_path, number):
 def test_a_third_crash_names_a_batch_if_there_was_one(step, said):
     run = SimpleNamespace(judge_crash=lambda crash: CRASHES_AGAIN, path="here")
     preemption: Any = SimpleNamespace(step=step)
-    with pytest.raises(Exit, match=said) as raised:
+    with pytest.raises(Exit, match=said) as exit_error:
         report_crash(RuntimeError("again"), run, Cluster(), preemption)  # pyright: ignore
-    assert "step=-1" not in str(raised.value)
+    assert "step=-1" not in str(exit_error.value)

@@ -1,8 +1,8 @@
-"""`python -m train` finds its cluster by itself, under launchers that are real.
+"""`python -m train` finds its cluster by itself, under real launchers.
 
-What runs here on one machine and on CPU devices: Open MPI, Slurm (two slurmd), the
-variables of torchrun and SkyPilot, and those of GKE and of a Cloud TPU VM, whose
-metadata server is a small one of ours.
+These run here on one machine with CPU devices: Open MPI, Slurm (two slurmd), and the
+variables of torchrun, SkyPilot, GKE and a Cloud TPU VM. A small server of the tests
+stands in for the metadata server of the VM.
 """
 
 import contextlib
@@ -32,13 +32,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("startup"))
 
 
-def command(folder: Path, run: str, *more: str) -> list[str]:
-    own = ("train.num_steps=6", f"run.dir={folder}/{run}")
-    return [sys.executable, "-m", "train", *TINY, *of_text(folder), *own, *more]
+def command(folder: Path, run: str, *overrides: str) -> list[str]:
+    run_overrides = ("train.num_steps=6", f"run.dir={folder}/{run}")
+    return [
+        sys.executable,
+        "-m",
+        "train",
+        *TINY,
+        *of_text(folder),
+        *run_overrides,
+        *overrides,
+    ]
 
 
-def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **(more or {})}
+def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **(variables or {})}
 
 
 def start(command: list[str], env: Mapping[str, str] | None = None) -> subprocess.Popen:
@@ -52,26 +60,28 @@ def start(command: list[str], env: Mapping[str, str] | None = None) -> subproces
     )
 
 
-def together(*processes: subprocess.Popen) -> tuple[list[int], list[str]]:
-    """Wait for the ends; give exit codes and what was said."""
+def wait_for_all(*processes: subprocess.Popen) -> tuple[list[int], list[str]]:
+    """Wait until all processes end; return their exit codes and outputs."""
     try:
-        said = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [process.returncode for process in processes], said
+    return [process.returncode for process in processes], outputs
 
 
-def trains_as(count: int, codes: list[int], said: list[str]) -> None:
-    """One run on all devices; only its first process talks."""
-    assert set(codes) == {0}, "\n".join(said)
-    told = "\n".join(said)
-    assert told.count(f"devices     {count} x cpu") == 1, told
-    assert told.count("finished    6 steps") == 1, told
+def check_one_run(count: int, codes: list[int], outputs: list[str]) -> None:
+    """Check that one run used all devices, and that only its first process reports."""
+    assert set(codes) == {0}, "\n".join(outputs)
+    output = "\n".join(outputs)
+    assert output.count(f"devices     {count} x cpu") == 1, output
+    assert output.count("finished    6 steps") == 1, output
 
 
-def stops(process: subprocess.Popen, run: Path, stop: Callable[[], object]) -> str:
-    """Stop a run once it has saved a step; give what it said."""
+def stop_after_a_save(
+    process: subprocess.Popen, run: Path, stop: Callable[[], object]
+) -> str:
+    """Stop a run once it has saved a step; return its output."""
     deadline = time.monotonic() + TIMEOUT_S
     while not (run / "checkpoints/5/digests.json").exists():
         assert process.poll() is None, process.communicate()[0]
@@ -81,24 +91,24 @@ def stops(process: subprocess.Popen, run: Path, stop: Callable[[], object]) -> s
     return process.communicate(timeout=TIMEOUT_S)[0]
 
 
-def saved(run: Path, said: str) -> None:
-    """The last step of all is what a restart will go on from."""
-    found = re.search(r"asked to stop: saved step (\d+)", said)
-    assert found, said
-    assert (run / f"checkpoints/{found[1]}/digests.json").exists(), said
+def check_last_save(run: Path, output: str) -> None:
+    """Check that the run saved its last step, from which a restart resumes."""
+    match = re.search(r"asked to stop: saved step (\d+)", output)
+    assert match, output
+    assert (run / f"checkpoints/{match[1]}/digests.json").exists(), output
 
 
 def test_open_mpi_passes_sigusr1_on(folder):
-    """To three processes, all of which stop after the same step."""
+    """The three processes that get the signal all stop after the same step."""
     if not shutil.which("mpirun"):
         pytest.skip("needs Open MPI 4 (Debian: openmpi-bin)")
-    three = ("train.num_steps=4000", "mesh=ddp", "data.batch_size=6")
+    overrides = ("train.num_steps=4000", "mesh=ddp", "data.batch_size=6")
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3"]
-    process = start([*mpirun, *command(folder, "mpi-usr1", *three)])
+    process = start([*mpirun, *command(folder, "mpi-usr1", *overrides)])
     stop = functools.partial(process.send_signal, signal.SIGUSR1)
-    said = stops(process, folder / "mpi-usr1", stop)
-    saved(folder / "mpi-usr1", said)
-    assert said.count("devices     3 x cpu") == 1
+    output = stop_after_a_save(process, folder / "mpi-usr1", stop)
+    check_last_save(folder / "mpi-usr1", output)
+    assert output.count("devices     3 x cpu") == 1
     assert process.returncode == 42
 
 
@@ -111,7 +121,7 @@ def skypilot(process: int) -> dict[str, str]:
 
 
 def gke(process: int) -> dict[str, str]:
-    """Two slices of two hosts, as a JobSet of GKE's has them."""
+    """Return the variables of one of two slices of two hosts in a JobSet of GKE."""
     return {
         "TPU_WORKER_ID": f"{process % 2}",
         "MEGASCALE_SLICE_ID": f"{process // 2}",
@@ -135,7 +145,7 @@ def gke(process: int) -> dict[str, str]:
             gke,
             4,
             {
-                "JAX_FORCE_TPU_INIT": "1",  # or JAX asks first whether there are chips
+                "JAX_FORCE_TPU_INIT": "1",  # otherwise JAX first looks for chips
                 "TPU_WORKER_HOSTNAMES": "localhost,127.0.0.1",
                 "MEGASCALE_COORDINATOR_ADDRESS": "localhost",
                 "MEGASCALE_NUM_SLICES": "2",
@@ -147,7 +157,7 @@ def test_variables_of_launchers(folder, own, count, shared):
     shared = {**shared, "JAX_COORDINATOR_PORT": f"{free_port()}"}
     run = command(folder, own.__name__)
     processes = [start(run, {**shared, **own(process)}) for process in range(count)]
-    trains_as(count, *together(*processes))
+    check_one_run(count, *wait_for_all(*processes))
 
 
 def test_cloud_tpu_vms(folder):
@@ -157,14 +167,16 @@ def test_cloud_tpu_vms(folder):
         processes = []
         for process in range(4):
             server = stack.enter_context(metadata_server(process))
-            there = {**port, "GCE_METADATA_IP": server}
-            processes.append(start([python, "-c", AS_ON_A_TPU_VM, *overrides], there))
-        trains_as(4, *together(*processes))
+            variables = {**port, "GCE_METADATA_IP": server}
+            processes.append(
+                start([python, "-c", AS_ON_A_TPU_VM, *overrides], variables)
+            )
+        check_one_run(4, *wait_for_all(*processes))
 
 
 def test_slurm(folder, slurm):
     srun = ["srun", "-N2", "-n2", *command(folder, "slurm")]
-    trains_as(2, *together(start(srun, slurm)))
+    check_one_run(2, *wait_for_all(start(srun, slurm)))
 
 
 def test_slurm_stops(folder, slurm):
@@ -173,5 +185,7 @@ def test_slurm_stops(folder, slurm):
     cancel = ["scancel", "-s", "TERM", "-n", "stops"]
     env = environment(slurm)
     stop = functools.partial(subprocess.run, cancel, check=True, env=env)
-    saved(folder / "slurm-stops", stops(process, folder / "slurm-stops", stop))
+    check_last_save(
+        folder / "slurm-stops", stop_after_a_save(process, folder / "slurm-stops", stop)
+    )
     assert process.returncode == 42

@@ -1,4 +1,4 @@
-"""The status of runs in every state, through the door, on disks and in stores."""
+"""`train.status` reports the state of every run, on disks and in stores."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from train.status import StatusConfig, main, read_status
 
 OWNER = Owner.current()
 CONFIG = "data:\n  document_start: true\ntrain:\n  num_steps: 80\n"
-# Fixtures.
+# Pytest finds the fixtures by these names.
 folder = doors.folder
 door = doors.door
 
@@ -33,7 +33,7 @@ def write_run(
     code: int | None = None,
     owner: Owner | None = None,
 ) -> None:
-    """Write a run of 100 steps whose second start has come from step 20 to 60."""
+    """Write a run of 100 steps whose second start trained from step 20 to 60."""
     folder = epath.Path(folder)
     files = {
         "config.yaml": CONFIG,
@@ -84,21 +84,21 @@ def write_run(
 def test_the_state_of_a_run(tmp_path, silent_s, code, state):
     owner = OWNER if state == "running" else None
     write_run(tmp_path, silent_s=silent_s, code=code, owner=owner)
-    found = read_status(epath.Path(tmp_path))
-    assert found.state == state
-    assert found.owner == (owner and str(owner))
-    assert (found.step, found.num_steps, found.loss) == (60, 100, 40.0)
-    assert found.silent_s is not None
+    status = read_status(epath.Path(tmp_path))
+    assert status.state == state
+    assert status.owner == (owner and str(owner))
+    assert (status.step, status.num_steps, status.loss) == (60, 100, 40.0)
+    assert status.silent_s is not None
     if code is None:
-        assert silent_s <= found.silent_s < silent_s + 60
-    # 40 steps took 80 s, the restore apart.
+        assert silent_s <= status.silent_s < silent_s + 60
+    # 40 steps took 80 s without the restore.
     left_s = pytest.approx(80.0) if state == "running" else None
-    assert found.left_s == left_s
-    assert found.save is not None
-    assert (found.save.step, found.save.sealed) == (60, False)
+    assert status.left_s == left_s
+    assert status.save is not None
+    assert (status.save.step, status.save.sealed) == (60, False)
 
 
-def test_a_finished_run_is_finished_until_it_shall_go_on(tmp_path):
+def test_a_finished_run_is_finished_until_more_steps_are_configured(tmp_path):
     write_run(tmp_path, code=0)
     (tmp_path / "results.json").write_text('{"step": 100}')
     assert read_status(epath.Path(tmp_path)).state == "finished"
@@ -109,42 +109,44 @@ def test_a_finished_run_is_finished_until_it_shall_go_on(tmp_path):
 @pytest.mark.parametrize(
     ("then", "owned"), [("beats", True), ("ends", False), ("is dead", False)]
 )
-def test_of_an_owner_elsewhere_the_lease_tells(tmp_path, monkeypatch, then, owned):
-    """It compiles, say, and then beats once more or removes its lease."""
-    elsewhere = replace(OWNER, machine="another", host="far")
-    write_run(tmp_path, silent_s=9000.0, code=42, owner=elsewhere)
+def test_the_lease_shows_whether_an_owner_on_another_machine_is_alive(
+    tmp_path, monkeypatch, then, owned
+):
+    """The owner may compile, for example, and then beat again or remove its lease."""
+    remote_owner = replace(OWNER, machine="another", host="far")
+    write_run(tmp_path, silent_s=9000.0, code=42, owner=remote_owner)
     lease = tmp_path / "lease.json"
     waits = []
 
     def wait(seconds):
         waits.append(seconds)
         if len(waits) == 2 and then == "beats":
-            lease.write_bytes(replace(elsewhere, beat=1).to_json())
+            lease.write_bytes(replace(remote_owner, beat=1).to_json())
         elif len(waits) == 2 and then == "ends":
             lease.unlink()
 
     monkeypatch.setattr(
         train.status, "time", SimpleNamespace(sleep=wait, time=time.time)
     )
-    found = read_status(epath.Path(tmp_path))
-    assert found.owner == (str(elsewhere) if owned else None)
-    assert found.state == ("running" if owned else "stopped: preempted")
+    status = read_status(epath.Path(tmp_path))
+    assert status.owner == (str(remote_owner) if owned else None)
+    assert status.state == ("running" if owned else "stopped: preempted")
     assert len(waits) == (10 if then == "is dead" else 2)
 
 
 def test_a_run_that_recorded_nothing(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
-    found = read_status(epath.Path(tmp_path))
-    assert found.state == "stopped: before it recorded anything"
-    assert (found.step, found.num_steps) == (0, 80)
+    status = read_status(epath.Path(tmp_path))
+    assert status.state == "stopped: before it recorded anything"
+    assert (status.step, status.num_steps) == (0, 80)
 
 
-def test_the_command_says_it_to_people_and_to_programs(tmp_path, capsys):
+def test_the_command_prints_the_status_as_text_and_as_json(tmp_path, capsys):
     write_run(tmp_path, owner=OWNER)
     (tmp_path / "checkpoints" / "60" / "digests.json").write_text("{}")
     run = RunConfig(dir=str(tmp_path))
     assert main(StatusConfig(run)) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in (
         f"state       running, {OWNER}, last record",
         *("step        60 of 100, 1 min 20 s", "loss        40.0000"),
@@ -152,30 +154,30 @@ def test_the_command_says_it_to_people_and_to_programs(tmp_path, capsys):
         "best        0.5000 nats a token, 1.0000 bits per byte at step 40",
         *("last save   step 60, ", "goodput     40.0% of 3 min 20 s in 2 starts, "),
     ):
-        assert line in shown
-    starts = [x for x in shown.splitlines() if x.strip()[:2] in ("1 ", "2 ")]
-    ends = [start.rpartition("  ")[2] for start in starts]
-    assert ends == ["unknown, left no exit code", "running"]
+        assert line in output
+    starts = [x for x in output.splitlines() if x.strip()[:2] in ("1 ", "2 ")]
+    end_states = [start.rpartition("  ")[2] for start in starts]
+    assert end_states == ["unknown, left no exit code", "running"]
     assert main(StatusConfig(run, json=True)) == 0
-    found = json.loads(capsys.readouterr().out)
-    named = [found[name] for name in ("state", "owner", "step")]
-    assert named == ["running", str(OWNER), 60]
-    assert found["save"]["sealed"]
-    assert found["validation"] == {
+    status = json.loads(capsys.readouterr().out)
+    values = [status[name] for name in ("state", "owner", "step")]
+    assert values == ["running", str(OWNER), 60]
+    assert status["save"]["sealed"]
+    assert status["validation"] == {
         "last": {"step": 60, "loss": 1.0, "bits_per_byte": 2.0},
         "best": {"step": 40, "loss": 0.5, "bits_per_byte": 1.0},
     }
-    assert found["goodput"]["buckets"]["wasted"] == pytest.approx(20.0)
+    assert status["goodput"]["buckets"]["wasted"] == pytest.approx(20.0)
 
 
-def test_a_run_is_followed_until_nobody_is_at_it(tmp_path, monkeypatch, capsys):
+def test_a_run_is_followed_until_it_has_no_owner(tmp_path, monkeypatch, capsys):
     write_run(tmp_path, owner=OWNER)
     monkeypatch.setattr(train.status, "_FOLLOW_S", 0.0)
-    seen = [read_status(epath.Path(tmp_path))] * 3
-    seen.append(replace(seen[0], state="stopped: preempted", owner=None))
-    monkeypatch.setattr(train.status, "read_status", lambda folder: seen.pop(0))
+    statuses = [read_status(epath.Path(tmp_path))] * 3
+    statuses.append(replace(statuses[0], state="stopped: preempted", owner=None))
+    monkeypatch.setattr(train.status, "read_status", lambda folder: statuses.pop(0))
     assert main(StatusConfig(RunConfig(dir=str(tmp_path)), follow=True)) == 0
-    assert seen == []
+    assert statuses == []
     out = capsys.readouterr().out
     assert out.count("state ") == 1
     assert "stopped: preempted" in out
@@ -194,8 +196,8 @@ def test_no_run_is_a_mistake_of_the_command_line(door, tmp_path):
 def test_a_run_in_a_store(server):
     run = "s3://bucket/runs/far"
     write_run(run, owner=OWNER)
-    found = read_status(epath.Path(run))
-    assert (found.state, found.step, found.loss) == ("running", 60, 40.0)
+    status = read_status(epath.Path(run))
+    assert (status.state, status.step, status.loss) == ("running", 60, 40.0)
     result = subprocess.run(
         [sys.executable, "-m", "train.status", f"run.dir={run}", "json=true"],
         cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""Files of one input belong together: texts, or records and what describes them."""
+"""Files of one input are texts, or they are records and files that describe them."""
 
 import dataclasses
 from pathlib import Path
@@ -46,23 +46,23 @@ RECORDS = [
 @pytest.mark.parametrize("texts", [["t.txt"], ["a.md", "t.txt"], ["deep/er/t"]])
 def test_texts_and_records_are_an_error_that_counts_them(tmp_path, records, texts):
     folder = write(tmp_path, {name: b"some text\n" for name in texts} | records)
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError) as error:
         names_read(folder)
-    message = str(raised.value)
+    message = str(error.value)
     assert "holds files of more than one kind" in message
     assert f"{len(texts)} of text" in message
     assert "format=text" in message
     suffixes = {Path(name).suffix for name in records}
-    own_suffix = suffixes.pop()
-    if own_suffix and own_suffix not in {Path(name).suffix for name in texts}:
-        assert f"pattern='**/*{own_suffix}'" in message
-        pattern = f"**/*{own_suffix}"
+    suffix = suffixes.pop()
+    if suffix and suffix not in {Path(name).suffix for name in texts}:
+        assert f"pattern='**/*{suffix}'" in message
+        pattern = f"**/*{suffix}"
         files = classify(find_files([folder], pattern), ReadSettings()).files
         assert {file.name for file in files} == records.keys()
     assert len(names_read(folder, format=Format.text)) == len(texts) + len(records)
 
 
-BESIDE = [
+DESCRIPTIVE_FILES = [
     "README.md",
     "README",
     "readme.txt",
@@ -82,20 +82,22 @@ BESIDE = [
 
 
 @pytest.mark.parametrize("records", RECORDS)
-def test_what_describes_records_is_left_out(tmp_path, records, caplog):
+def test_files_that_describe_records_are_left_out(tmp_path, records, caplog):
     caplog.set_level("INFO")
-    beside = {name: b'{"about": "the data"}\n' for name in BESIDE}
-    folder = write(tmp_path, beside | {"_SUCCESS": b"", "empty.txt": b""} | records)
+    descriptions = {name: b'{"about": "the data"}\n' for name in DESCRIPTIVE_FILES}
+    folder = write(
+        tmp_path, descriptions | {"_SUCCESS": b"", "empty.txt": b""} | records
+    )
     assert names_read(folder) == sorted(records)
     assert "left out of the records: " in caplog.text
 
 
-def test_what_describes_is_text_among_texts(tmp_path):
-    texts = {name: b"about\n" for name in BESIDE if not name.startswith(".")}
+def test_files_that_describe_texts_are_read_with_them(tmp_path):
+    texts = {name: b"about\n" for name in DESCRIPTIVE_FILES if not name.startswith(".")}
     folder = write(tmp_path, texts | {"a.txt": b"a", ".hidden": b"x"})
     assert names_read(folder) == sorted([*texts, "a.txt"])
-    alone = write(tmp_path / "alone", {"README.md": b"about"})
-    assert names_read(alone) == ["README.md"]
+    readme_folder = write(tmp_path / "alone", {"README.md": b"about"})
+    assert names_read(readme_folder) == ["README.md"]
 
 
 def test_records_of_several_formats_belong_together(tmp_path):
@@ -113,22 +115,22 @@ def test_each_input_may_be_of_another_kind(tmp_path):
 def test_files_that_cannot_be_read_are_counted_or_left_out(tmp_path):
     files = {f"{n}.png": b"\x89PNG\r\n\x1a\n" for n in range(3)} | {"a.zip": b"PK\3\4"}
     folder = write(tmp_path, files | {"a.txt": b"a", "b.txt": b"b"})
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError) as error:
         names_read(folder)
-    message = str(raised.value)
+    message = str(error.value)
     assert "holds 4 such files (3 of an image, 1 of a zip archive" in message
     for supported in ("UTF-8", "JSON", "csv", ".gz", ".zst", ".parquet", ".arrow"):
         assert supported in message
-    found = find_files([folder], "**/*")
-    classified = classify(found, ReadSettings(), skip_refused=True)
+    all_files = find_files([folder], "**/*")
+    classified = classify(all_files, ReadSettings(), skip_refused=True)
     assert [file.name for file in classified.files] == ["a.txt", "b.txt"]
     assert {file.name for file in classified.refused} == files.keys()
-    images = [file for file in found if file.name in files]
+    images = [file for file in all_files if file.name in files]
     with pytest.raises(DataError, match="on_error=skip leaves no file"):
         classify(images, ReadSettings(), skip_refused=True)
 
 
-def test_a_file_that_is_gone_is_named(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     files = find_files([write(tmp_path, {"a.txt": b"a", "b.txt": b"b"})], "**/*")
     (tmp_path / "b.txt").unlink()
     with pytest.raises(DataError, match=r"b\.txt: cannot be read"):

@@ -20,12 +20,12 @@ def names_of(corpus: Corpus) -> list[str]:
 
 
 def documents(corpus: Corpus, split: Split) -> dict[str, bytes]:
-    """The text of each document of a split; a record's own split is not looked at."""
+    """Return the text of each document of a split; ignore the split of a record."""
     texts: dict[str, bytes] = {}
     for unit in corpus.units():
-        for found in read_documents(unit, BYTES) if unit.split == split else ():
-            assert not isinstance(found, BadRecord)
-            texts[found.id] = texts.get(found.id, b"") + found.text
+        for document in read_documents(unit, BYTES) if unit.split == split else ():
+            assert not isinstance(document, BadRecord)
+            texts[document.id] = texts.get(document.id, b"") + document.text
     return texts
 
 
@@ -67,7 +67,7 @@ def test_neither_split_of_a_tiny_folder_is_empty(tmp_path, fraction):
         assert len(documents(corpus, split)) == 1
 
 
-def test_a_file_alone_in_its_folder_is_a_single_file(config, folder):
+def test_the_only_file_of_a_folder_is_divided_into_splits(config, folder):
     corpus = find_corpus(dataclasses.replace(config, pattern="06.txt"))
     train, validation = (documents(corpus, split)["06.txt"] for split in SPLITS)
     text = (folder / "06.txt").read_bytes()
@@ -84,19 +84,19 @@ def test_the_pattern_chooses_and_hidden_files_do_not_count(config, folder):
 
 
 def test_links_are_followed_and_names_may_hold_brackets(config, folder, tmp_path):
-    linked = tmp_path / "linked [1]*"
-    linked.mkdir()
+    link_folder = tmp_path / "linked [1]*"
+    link_folder.mkdir()
     for path in folder.iterdir():
-        (linked / path.name).symlink_to(path)
-    (linked / "dangling").symlink_to(tmp_path / "nowhere")
-    corpus = find_corpus(dataclasses.replace(config, path=str(linked)))
+        (link_folder / path.name).symlink_to(path)
+    (link_folder / "dangling").symlink_to(tmp_path / "nowhere")
+    corpus = find_corpus(dataclasses.replace(config, path=str(link_folder)))
     original = find_corpus(config)
     assert names_of(corpus) == names_of(original)
     assert [file.size for file in corpus.files] == [f.size for f in original.files]
     assert documents(corpus, "train") == documents(original, "train")
 
 
-def test_several_inputs_have_names_of_their_own(folder):
+def test_files_of_several_inputs_have_different_names(folder):
     inputs = [str(folder), str(folder / "01.txt"), f"{folder}/1*.txt"]
     names = [file.name for file in find_files(inputs, "**/*")]
     expected = [f"texts/{n:02}.txt" for n in range(40)] + ["01.txt"]
@@ -104,8 +104,8 @@ def test_several_inputs_have_names_of_their_own(folder):
     assert names == sorted(expected)
 
 
-def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch):
-    """And others keep their names."""
+def test_files_of_the_same_name_are_named_with_their_folders(tmp_path, monkeypatch):
+    """Other files keep their names."""
     paths = ("en/corpus.txt", "de/corpus.txt", "a/b/own.txt", "a/x/in/z.txt")
     paths += ("b/x/in/z.txt", "b/x/in/y.txt", "c/a/x/in/z.txt", "de/one.txt")
     for path in paths:
@@ -113,38 +113,41 @@ def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch
         (tmp_path / path).write_text(path)
     monkeypatch.chdir(tmp_path)
 
-    def found(*inputs: str) -> dict[str, str]:
+    def names_by_text(*inputs: str) -> dict[str, str]:
         files = find_files(inputs, "**/*")
         names = [file.name for file in files]
         assert names == sorted(set(names))
         return {Path(file.path).read_text(): file.name for file in files}
 
-    two = found("en/corpus.txt", "de/corpus.txt")
-    assert two == {"en/corpus.txt": "en/corpus.txt", "de/corpus.txt": "de/corpus.txt"}
-    assert two == found("de/corpus.txt", f"{tmp_path}/en/corpus.txt")
+    corpus_names = names_by_text("en/corpus.txt", "de/corpus.txt")
+    assert corpus_names == {
+        "en/corpus.txt": "en/corpus.txt",
+        "de/corpus.txt": "de/corpus.txt",
+    }
+    assert corpus_names == names_by_text("de/corpus.txt", f"{tmp_path}/en/corpus.txt")
     monkeypatch.chdir(tmp_path / "en")
-    assert two == found("corpus.txt", "../de/corpus.txt")
+    assert corpus_names == names_by_text("corpus.txt", "../de/corpus.txt")
     monkeypatch.chdir(tmp_path)
-    assert found("a/x/in", "b/x/in/", "a/b/own.txt") == {
+    assert names_by_text("a/x/in", "b/x/in/", "a/b/own.txt") == {
         "a/x/in/z.txt": "a/x/in/z.txt",
         "b/x/in/z.txt": "b/x/in/z.txt",
         "b/x/in/y.txt": "in/y.txt",
         "a/b/own.txt": "own.txt",
     }
-    assert found("a/x/in/", "c/a/x/in", "de") == {
+    assert names_by_text("a/x/in/", "c/a/x/in", "de") == {
         "a/x/in/z.txt": f"{tmp_path.name}/a/x/in/z.txt",
         "c/a/x/in/z.txt": "c/a/x/in/z.txt",
         "de/corpus.txt": "de/corpus.txt",
         "de/one.txt": "de/one.txt",
     }
-    corpus = Corpus("", tuple(find_files(list(two), "**/*")), 0.1)
+    corpus = Corpus("", tuple(find_files(list(corpus_names), "**/*")), 0.1)
     assert {unit.split for unit in corpus.units()} == set(SPLITS)
-    twice = Corpus("", tuple(find_files(["de/one.txt"] * 2, "**/*")), 0.1)
+    duplicates = Corpus("", tuple(find_files(["de/one.txt"] * 2, "**/*")), 0.1)
     with pytest.raises(DataError, match="Name it once"):
-        twice.units()
+        duplicates.units()
 
 
-def test_what_is_missing_is_named(config, folder, tmp_path):
+def test_a_missing_input_is_named(config, folder, tmp_path):
     def refuse(message: str, **changes) -> None:
         with pytest.raises(DataError, match=message):
             find_corpus(dataclasses.replace(config, **changes))

@@ -1,4 +1,4 @@
-"""Files that are damaged, gone, or cannot be read: all else is read, or it is said."""
+"""Text before or after damage is read, and an error names what cannot be read."""
 
 import gzip
 import io
@@ -22,27 +22,27 @@ from tests.data.text.written_files import (
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst"])
-def test_what_comes_before_damage_is_read(tmp_path, name):
-    """Cut off anywhere, or overwritten from some place on."""
+def test_text_before_damage_is_read(tmp_path, name):
+    """The file is cut off anywhere, or overwritten from some byte on."""
     source = random.Random(0)
     records = [(str(n), source.randbytes(2500).hex() + "猫") for n in range(400)]
     content = encode_records(name, records)
     settings = WITH_IDS if "jsonl" in name else ReadSettings()
-    whole = read_file(file_of(tmp_path, name, content), settings)
-    total = sum(len(one.text) for one in good(whole))
+    intact = read_file(file_of(tmp_path, name, content), settings)
+    total = sum(len(item.text) for item in good(intact))
     for trial in range(12):
-        at = source.randrange(len(content) // 8, len(content))
-        damaged = content[:at] + b"\xff" * (len(content) - at) * (trial % 2)
-        found = read_file(file_of(tmp_path, name, damaged), settings)
-        texts = b"".join(one.text for one in good(found))
-        assert isinstance(found[-1], BadRecord)
-        assert "cannot be read further" in found[-1].reason
-        assert [isinstance(one, BadRecord) for one in found].count(True) <= 2
-        # The last block's worth may be missing, and what damage made of it be there.
-        assert len(texts) >= total * at / len(content) - 3e5
+        offset = source.randrange(len(content) // 8, len(content))
+        broken = content[:offset] + b"\xff" * (len(content) - offset) * (trial % 2)
+        result = read_file(file_of(tmp_path, name, broken), settings)
+        texts = b"".join(item.text for item in good(result))
+        assert isinstance(result[-1], BadRecord)
+        assert "cannot be read further" in result[-1].reason
+        assert [isinstance(item, BadRecord) for item in result].count(True) <= 2
+        # The last block may be missing, or its damaged bytes may be present.
+        assert len(texts) >= total * offset / len(content) - 3e5
         if trial % 2 == 0:
             texts.decode()
-            assert b"".join(one.text for one in good(whole)).startswith(texts)
+            assert b"".join(item.text for item in good(intact)).startswith(texts)
     with_zeros = read_file(
         file_of(tmp_path, "b.txt.gz", gzip.compress(b"a") + bytes(9))
     )
@@ -51,8 +51,8 @@ def test_what_comes_before_damage_is_read(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", *COLUMNS, "a.txt"])
 @pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("gone")])
-def test_storage_that_fails_is_no_bad_record(tmp_path, monkeypatch, name, error):
-    """Else on_error=skip would leave out half a file when a network breaks."""
+def test_a_storage_failure_is_not_a_bad_record(tmp_path, monkeypatch, name, error):
+    """Otherwise on_error=skip would leave out half a file when a network breaks."""
     records = [(str(n), "text" * 9) for n in range(3)]
     file = file_of(tmp_path, name, encode_records(name, records))
     reads = []
@@ -70,26 +70,28 @@ def test_storage_that_fails_is_no_bad_record(tmp_path, monkeypatch, name, error)
         read_file(file)
 
 
-def test_a_file_that_is_gone_is_named(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"gone\.jsonl: cannot be read"):
         read_file(named_file(tmp_path / "gone.jsonl"))
 
 
-def damaged(content: bytes, source: random.Random) -> bytes:
+def damage_randomly(content: bytes, source: random.Random) -> bytes:
     damage = bytearray(content)
     for _ in range(source.choice([1, 1, 1, 3, 20])):
-        at = source.randrange(len(damage) or 1)
+        index = source.randrange(len(damage) or 1)
         kind = source.randrange(5)
         if kind == 0:
-            damage[at : at + 1] = bytes([source.randrange(256)])
+            damage[index : index + 1] = bytes([source.randrange(256)])
         elif kind == 1:
-            damage[at : at + 1] = bytes([damage[at] ^ 1 << source.randrange(8)])
+            damage[index : index + 1] = bytes(
+                [damage[index] ^ 1 << source.randrange(8)]
+            )
         elif kind == 2:
-            del damage[at : at + source.randrange(1, 9)]
+            del damage[index : index + source.randrange(1, 9)]
         elif kind == 3:
-            damage[at:at] = source.randbytes(source.randrange(1, 9))
+            damage[index:index] = source.randbytes(source.randrange(1, 9))
         else:
-            damage[at : at + 8] = source.choice([b"\xff", b"\0", b"\x7f"]) * 8
+            damage[index : index + 8] = source.choice([b"\xff", b"\0", b"\x7f"]) * 8
         damage = damage or bytearray(b"\n")
     return bytes(damage)
 
@@ -100,14 +102,14 @@ def test_random_damage_is_reported_and_raises_nothing(tmp_path, name, trials):
     source = random.Random(trials)
     records = [(f"id {n}", "ab 猫\n" * n) for n in range(8)]
     content = encode_records(name, records)
-    whole = read_file(file_of(tmp_path, name, content))
+    intact = read_file(file_of(tmp_path, name, content))
     reported = 0
     for _ in range(trials):
-        file = file_of(tmp_path, name, damaged(content, source))
-        found = read_file(file)
-        for one in good(found):
-            one.text.decode()
-        reported += len(good(found)) < len(found)
-        if len(good(found)) == len(found) and name not in COLUMNS:
-            assert found == whole, "both compressions hold a checksum"
+        file = file_of(tmp_path, name, damage_randomly(content, source))
+        result = read_file(file)
+        for record in good(result):
+            record.text.decode()
+        reported += len(good(result)) < len(result)
+        if len(good(result)) == len(result) and name not in COLUMNS:
+            assert result == intact, "both compressions hold a checksum"
     assert reported > trials // 3

@@ -1,4 +1,4 @@
-"""Tables of text: rows are documents, and a broken row hides no other."""
+"""Each row of a table of text is a document, and a broken row hides no other."""
 
 import csv
 import io
@@ -40,8 +40,8 @@ def test_rows_are_read_back(name, delimiter, rows):
         expected = [(key, text.encode(), True) for key, text in rows]
         assert read_file(file) == expected
         unnamed = good(read_file(file, ReadSettings()))
-        assert [one.text for one in unnamed] == [text for _, text, _ in expected]
-        assert len({one.id for one in unnamed}) == len(rows)
+        assert [record.text for record in unnamed] == [text for _, text, _ in expected]
+        assert len({record.id for record in unnamed}) == len(rows)
 
 
 FAULTS = [
@@ -76,13 +76,13 @@ def test_a_table_without_the_column_or_without_rows(tmp_path):
     assert read_file(file_of(tmp_path, "a.csv", b"id,text\n")) == []
 
 
-def test_what_comes_before_damage_is_read(tmp_path):
+def test_text_before_damage_is_read(tmp_path):
     rows = [f"{n},text {n * 7919}\n" for n in range(3000)]
     content = compress("a.csv.gz", ("id,text\n" + "".join(rows)).encode())
     file = file_of(tmp_path, "a.csv.gz", content[: len(content) // 2])
-    *found, bad = read_file(file)
+    *records, bad = read_file(file)
     assert isinstance(bad, BadRecord)
     assert "cannot be read further" in bad.reason
-    assert len(found) > 900
-    for n, one in enumerate(good(found)):
-        assert one == (str(n), f"text {n * 7919}".encode(), True)
+    assert len(records) > 900
+    for n, record in enumerate(good(records)):
+        assert record == (str(n), f"text {n * 7919}".encode(), True)

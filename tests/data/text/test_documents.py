@@ -34,10 +34,12 @@ def test_records_are_read_back(name, records):
         file = file_of(Path(folder), name, encode_records(name, records))
         expected = [(key, text.encode(), True) for key, text in records]
         assert read_file(file) == expected
-        rest = read_file(file, ReadSettings())
-        assert [one.text for one in good(rest)] == [text for _, text, _ in expected]
-        assert len({one.id for one in good(rest)}) == len(rest)
-        assert all(one.id.startswith(f"{name}:") for one in good(rest))
+        result = read_file(file, ReadSettings())
+        assert [record.text for record in good(result)] == [
+            text for _, text, _ in expected
+        ]
+        assert len({record.id for record in good(result)}) == len(result)
+        assert all(record.id.startswith(f"{name}:") for record in good(result))
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -46,24 +48,24 @@ def test_records_are_read_back(name, records):
 def test_a_text_is_read_back(name, text):
     with tempfile.TemporaryDirectory() as folder:
         file = file_of(Path(folder), name, compress(name, text))
-        kept = read_file(file, ReadSettings(keep_invalid_utf8=True))
-        assert kept == [Record(name, text, True)]
+        expected = read_file(file, ReadSettings(keep_invalid_utf8=True))
+        assert expected == [Record(name, text, True)]
         try:
             text.decode()
         except UnicodeDecodeError as error:
             bad = BadRecord(file, f"byte {error.start}", "not UTF-8")
             assert read_file(file) == [bad, Record(name, b"", True)]
         else:
-            assert read_file(file, ReadSettings(format=Format.text)) == kept
+            assert read_file(file, ReadSettings(format=Format.text)) == expected
             if b"\0" not in text:
-                assert read_file(file) == kept
+                assert read_file(file) == expected
 
 
 @pytest.mark.parametrize("before", [b"", b"a", "猫".encode() * 9, b"line\n" * 2**20])
 def test_a_zero_byte_makes_a_text_binary_wherever_it_stands(tmp_path, before):
     file = file_of(tmp_path, "a.txt", before + b"\0 and more\n")
-    *rest, bad, end = read_file(file)
-    assert b"".join(one.text for one in good(rest)) in before
+    *pieces, bad, end = read_file(file)
+    assert b"".join(piece.text for piece in good(pieces)) in before
     assert bad.location == f"byte {len(before)}"
     assert "a zero byte, the sign of binary data" in bad.reason
     assert end.text == b""
@@ -110,13 +112,13 @@ def test_each_bad_line_is_reported_and_hides_no_other(tmp_path, name, end):
     content = content[:-1] + end
     (tmp_path / name).write_bytes(compress(name, bytes(content)))
     settings = ReadSettings(id_field="id", max_record_bytes=LIMIT)
-    found = list(read_documents(Unit(file), settings))
-    for one, (first, second) in zip(found, expected, strict=True):
-        if isinstance(one, BadRecord):
-            assert (one.file, one.location) == (file, first)
-            assert second in one.reason
+    result = list(read_documents(Unit(file), settings))
+    for item, (id_or_location, text_or_reason) in zip(result, expected, strict=True):
+        if isinstance(item, BadRecord):
+            assert (item.file, item.location) == (file, id_or_location)
+            assert text_or_reason in item.reason
         else:
-            assert one == (first, second, True)
+            assert item == (id_or_location, text_or_reason, True)
 
 
 def odd_table(text: pa.Array) -> pa.Table:
@@ -152,22 +154,22 @@ def test_each_bad_row_is_reported_and_hides_no_other(tmp_path, name, text, reaso
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_columns_may_be_odd(tmp_path, name):
-    def found(table: pa.Table, settings: ReadSettings = WITH_IDS) -> Found:
+    def read_table(table: pa.Table, settings: ReadSettings = WITH_IDS) -> Found:
         return read_file(file_of(tmp_path, name, encode_table(name, table)), settings)
 
-    (bad,) = found(pa.table({"id": ["x"]}))
+    (bad,) = read_table(pa.table({"id": ["x"]}))
     assert isinstance(bad, BadRecord)
     assert bad.reason == "no column 'text'"
-    numbers = found(odd_table(pa.array([1, 2])))
-    assert ["no text but int" in one.reason for one in numbers] == [True] * 2  # type: ignore
-    assert found(odd_table(pa.array([], pa.string()))) == []
-    fallback = found(odd_table(pa.array(["a", "b"])))
+    numbers = read_table(odd_table(pa.array([1, 2])))
+    assert ["no text but int" in record.reason for record in numbers] == [True] * 2  # type: ignore
+    assert read_table(odd_table(pa.array([], pa.string()))) == []
+    fallback = read_table(odd_table(pa.array(["a", "b"])))
     assert fallback[1] == (f"{name}:row 1", b"b", True)
     ids = pa.array([b"k", b"\xff"]).view(pa.string())
-    fine, bad = found(pa.table({"id": ids, "text": ["a"] * 2}))
+    fine, bad = read_table(pa.table({"id": ids, "text": ["a"] * 2}))
     assert fine == ("k", b"a", True)
     assert isinstance(bad, BadRecord)
-    assert found(pa.table({"id": [5], "text": ["a"]})) == [("5", b"a", True)]
+    assert read_table(pa.table({"id": [5], "text": ["a"]})) == [("5", b"a", True)]
 
 
 def test_frames_follow_each_other(tmp_path):
@@ -176,6 +178,6 @@ def test_frames_follow_each_other(tmp_path):
         text = b"".join(b"%d " % n for n in range(2000))
         file = file_of(tmp_path, name, content)
         assert read_file(file) == [Record(name, text, True)]
-        found = read_file(file_of(tmp_path, name, content + b"no frame"))
-        assert found[0] == (name, text, True)
-        assert isinstance(found[1], BadRecord)
+        result = read_file(file_of(tmp_path, name, content + b"no frame"))
+        assert result[0] == (name, text, True)
+        assert isinstance(result[1], BadRecord)

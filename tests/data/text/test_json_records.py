@@ -1,4 +1,4 @@
-"""Records of JSON in an array, or one after the other."""
+"""JSON records are read from an array, or one after the other."""
 
 import json
 import tempfile
@@ -32,21 +32,23 @@ def read_json(folder: Path, content: bytes, name: str = "a.json", **limits) -> F
 )
 def test_records_are_read_back(records, indent, is_array, is_ascii, name):
     values = [{"id": key, "n": [{}], "text": text} for key, text in records]
-    written = [json.dumps(v, indent=indent, ensure_ascii=is_ascii) for v in values]
+    lines = [json.dumps(v, indent=indent, ensure_ascii=is_ascii) for v in values]
     text = json.dumps(values, indent=indent, ensure_ascii=is_ascii)
-    text = text if is_array else " \n".join(written)
+    text = text if is_array else " \n".join(lines)
     with tempfile.TemporaryDirectory() as folder:
-        found = read_json(Path(folder), text.encode(errors="replace"), name)
+        result = read_json(Path(folder), text.encode(errors="replace"), name)
     expected = [(key, text.encode(errors="replace"), True) for key, text in records]
-    assert found == expected
+    assert result == expected
 
 
 def test_blocks_may_end_anywhere(tmp_path):
     values = [{"id": str(n), "text": "猫" * (n * 997 % 5000)} for n in range(99)]
     content = json.dumps(values, indent=1, ensure_ascii=False).encode()
     assert len(content) > 2**19
-    found = read_json(tmp_path, content)
-    assert [one.text.decode() for one in good(found)] == [v["text"] for v in values]
+    result = read_json(tmp_path, content)
+    assert [record.text.decode() for record in good(result)] == [
+        v["text"] for v in values
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,22 +73,22 @@ def test_blocks_may_end_anywhere(tmp_path):
         (b'[{"id": 1, "text": "a"}, {"x": %s' % (b"[" * 10**5), 1, "further"),
     ],
 )
-def test_what_cannot_be_used_is_reported(tmp_path, content, num_good, reason):
-    found = read_json(tmp_path, content, max_record_bytes=200)
-    assert len(good(found)) == num_good
-    (bad,) = [one for one in found if isinstance(one, BadRecord)]
+def test_unusable_records_are_reported(tmp_path, content, num_good, reason):
+    result = read_json(tmp_path, content, max_record_bytes=200)
+    assert len(good(result)) == num_good
+    (bad,) = [item for item in result if isinstance(item, BadRecord)]
     assert reason in bad.reason
     number = int(bad.location.removeprefix("byte "))
     assert 0 <= number <= len(content)
 
 
-def test_what_comes_before_damage_is_read(tmp_path):
+def test_text_before_damage_is_read(tmp_path):
     values = [{"id": str(n), "text": f"text {n * 7919}"} for n in range(3000)]
     content = compress("a.json.gz", json.dumps(values).encode())
     file = file_of(tmp_path, "a.json.gz", content[: len(content) // 2])
-    *found, bad = read(replace(file, format=Format.json), WITH_IDS)
+    *result, bad = read(replace(file, format=Format.json), WITH_IDS)
     assert isinstance(bad, BadRecord)
     assert "the compressed file ends in the middle" in bad.reason
-    assert len(found) > 900
-    expected = [(v["id"], v["text"].encode(), True) for v in values[: len(found)]]
-    assert found == expected
+    assert len(result) > 900
+    expected = [(v["id"], v["text"].encode(), True) for v in values[: len(result)]]
+    assert result == expected

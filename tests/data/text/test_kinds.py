@@ -1,4 +1,4 @@
-"""What a file holds is decided by its content where its name does not say it."""
+"""The content of a file decides its format if its name does not."""
 
 import array
 import bz2
@@ -39,14 +39,18 @@ SPREAD = json.dumps(RECORDS, indent=2, ensure_ascii=False).encode()
 JOINED = "".join(json.dumps(record, indent=1) for record in RECORDS).encode()
 
 
-def found_in(path: Path, content: bytes, **settings) -> tuple[Format, Found] | Refusal:
+def write_and_read(
+    path: Path, content: bytes, **settings
+) -> tuple[Format, Found] | Refusal:
     path.write_bytes(content)
-    reading = ReadSettings(**settings)
-    file = recognize(named_file(path, len(content)), reading)
+    read_settings = ReadSettings(**settings)
+    file = recognize(named_file(path, len(content)), read_settings)
     if isinstance(file, Refusal):
         return file
     units = units_of(file)
-    return file.format, [one for unit in units for one in read_documents(unit, reading)]
+    return file.format, [
+        record for unit in units for record in read_documents(unit, read_settings)
+    ]
 
 
 NAMES = ["a.json", "a.jsonlines", "a.ndjson", "a.JSONL", "part-00000", "a.txt", "a.dat"]
@@ -67,22 +71,22 @@ def test_records_are_read_under_any_name(tmp_path, name, content, change):
             content = gzip.compress(content)
         case "zstd":
             content = zstandard.ZstdCompressor().compress(content)
-    found = found_in(tmp_path / name, content)
-    assert not isinstance(found, Refusal)
-    texts = [one.text for one in good(found[1])]
+    result = write_and_read(tmp_path / name, content)
+    assert not isinstance(result, Refusal)
+    texts = [record.text for record in good(result[1])]
     assert [text.replace(b"\r\n", b"\n") for text in texts] == TEXTS
-    assert len({one.id for one in good(found[1])}) == len(TEXTS)
+    assert len({record.id for record in good(result[1])}) == len(TEXTS)
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz", "part-0", "part-0.gz"])
 @pytest.mark.parametrize("content", [LINES, ARRAY])
-def test_a_compressed_file_and_the_same_file_unpacked_are_read_alike(
-    tmp_path, name, content
-):
+def test_compression_does_not_change_how_a_file_is_read(tmp_path, name, content):
     is_packed = name.endswith(".gz")
-    found = found_in(tmp_path / name, gzip.compress(content) if is_packed else content)
-    assert not isinstance(found, Refusal)
-    assert [one.text for one in good(found[1])] == TEXTS
+    result = write_and_read(
+        tmp_path / name, gzip.compress(content) if is_packed else content
+    )
+    assert not isinstance(result, Refusal)
+    assert [record.text for record in good(result[1])] == TEXTS
 
 
 @pytest.mark.parametrize("name", ["a.json", "part-0", "a.jsonl"])
@@ -94,9 +98,9 @@ def test_the_first_record_may_be_long(tmp_path, name, size):
         json.dumps(records),
         json.dumps(records, indent=2),
     ):
-        found = found_in(tmp_path / name, content.encode())
-        assert not isinstance(found, Refusal)
-        assert [len(one.text) for one in good(found[1])] == [size, 1]
+        result = write_and_read(tmp_path / name, content.encode())
+        assert not isinstance(result, Refusal)
+        assert [len(item.text) for item in good(result[1])] == [size, 1]
 
 
 PLAIN = {
@@ -129,8 +133,8 @@ PLAIN = {
 @pytest.mark.parametrize("name", PLAIN)
 def test_other_text_stays_text(tmp_path, name):
     content = PLAIN[name].encode()
-    found = found_in(tmp_path / name, content)
-    assert found == (Format.text, [(name, content, True)])
+    result = write_and_read(tmp_path / name, content)
+    assert result == (Format.text, [(name, content, True)])
 
 
 @pytest.mark.parametrize("name", ["a.json", "part-0"])
@@ -140,42 +144,42 @@ def test_records_without_the_field_are_no_text(tmp_path, name, form):
     content = json.dumps(records, indent=2 if form == "spread" else None)
     if form == "lines":
         content = "".join(json.dumps(record) + "\n" for record in records)
-    found = found_in(tmp_path / name, content.encode())
-    assert not isinstance(found, Refusal)
-    assert all("no field 'text' among" in one.reason for one in found[1])  # type: ignore
-    found = found_in(tmp_path / name, content.encode(), text_field="content")
-    assert not isinstance(found, Refusal)
-    assert [one.text for one in good(found[1])] == [b"a", b"b"]
+    result = write_and_read(tmp_path / name, content.encode())
+    assert not isinstance(result, Refusal)
+    assert all("no field 'text' among" in item.reason for item in result[1])  # type: ignore
+    result = write_and_read(tmp_path / name, content.encode(), text_field="content")
+    assert not isinstance(result, Refusal)
+    assert [item.text for item in good(result[1])] == [b"a", b"b"]
 
 
 def test_a_file_may_be_one_record(tmp_path):
     for indent in (None, 2):
         content = json.dumps(RECORDS[0], indent=indent).encode()
-        found = found_in(tmp_path / "00001.json", content)
-        assert not isinstance(found, Refusal)
-        assert [one.text for one in good(found[1])] == TEXTS[:1]
+        result = write_and_read(tmp_path / "00001.json", content)
+        assert not isinstance(result, Refusal)
+        assert [record.text for record in good(result[1])] == TEXTS[:1]
 
 
 @pytest.mark.parametrize("name", ["a.json", "part-0"])
-def test_a_damaged_record_makes_no_text_of_the_others(tmp_path, name):
+def test_a_damaged_record_does_not_turn_the_others_into_text(tmp_path, name):
     for content in (
         b'{"text": "a"\n' + LINES,
         LINES + b'{"text',
         LINES[:-9] + b"\xff\n",
     ):
-        found = found_in(tmp_path / name, content)
-        assert not isinstance(found, Refusal)
-        assert found[0] is Format.lines
-        assert len(good(found[1])) >= 8
-        assert len(found[1]) == len(good(found[1])) + 1
+        result = write_and_read(tmp_path / name, content)
+        assert not isinstance(result, Refusal)
+        assert result[0] is Format.lines
+        assert len(good(result[1])) >= 8
+        assert len(result[1]) == len(good(result[1])) + 1
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "part-0"])
 def test_zero_bytes_in_a_record_hide_no_other(tmp_path, name):
-    found = found_in(tmp_path / name, LINES + b"\0\0\0\n" + LINES)
-    assert not isinstance(found, Refusal)
-    assert [one.text for one in good(found[1])] == TEXTS * 2
-    assert len(found[1]) == 2 * len(TEXTS) + 1
+    result = write_and_read(tmp_path / name, LINES + b"\0\0\0\n" + LINES)
+    assert not isinstance(result, Refusal)
+    assert [record.text for record in good(result[1])] == TEXTS * 2
+    assert len(result[1]) == 2 * len(TEXTS) + 1
 
 
 @pytest.mark.parametrize(
@@ -189,9 +193,9 @@ def test_zero_bytes_in_a_record_hide_no_other(tmp_path, name):
 def test_records_inside_one_object_are_refused(tmp_path, value):
     for indent in (None, 2):
         content = json.dumps(value, indent=indent).encode()
-        found = found_in(tmp_path / "a.json", content)
-        assert isinstance(found, Refusal)
-        assert "holds records in its field" in found.kind
+        result = write_and_read(tmp_path / "a.json", content)
+        assert isinstance(result, Refusal)
+        assert "holds records in its field" in result.kind
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.JSON", "a.json.gz"])
@@ -200,9 +204,9 @@ def test_arrays_of_texts_are_refused(tmp_path, name, indent):
     content = json.dumps(["one text", "another"], indent=indent).encode()
     if name.endswith(".gz"):
         content = gzip.compress(content)
-    found = found_in(tmp_path / name, content)
-    assert isinstance(found, Refusal)
-    assert "texts instead of records" in found.kind
+    result = write_and_read(tmp_path / name, content)
+    assert isinstance(result, Refusal)
+    assert "texts instead of records" in result.kind
 
 
 def in_tar(content: bytes, mode: str) -> bytes:
@@ -273,12 +277,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_refused_by_its_kind(tmp_path, name):
+def test_unreadable_files_are_refused_by_their_kind(tmp_path, name):
     content, kind = REFUSED[name]
-    found = found_in(tmp_path / name, content)
-    assert isinstance(found, Refusal)
-    assert kind in found.kind
-    assert found.remedy
+    result = write_and_read(tmp_path / name, content)
+    assert isinstance(result, Refusal)
+    assert kind in result.kind
+    assert result.remedy
 
 
 @pytest.mark.parametrize("name", ["a.feather", "part-0", "a.bin", "a.txt"])
@@ -289,24 +293,24 @@ def test_tables_are_known_by_their_first_bytes(tmp_path, name):
         encode_table("file.arrow", table),
         encode_table("stream.arrow", table),
     ):
-        found = found_in(tmp_path / name, content)
-        assert not isinstance(found, Refusal)
-        assert [one.text for one in good(found[1])] == [b"a", b"b"]
+        result = write_and_read(tmp_path / name, content)
+        assert not isinstance(result, Refusal)
+        assert [record.text for record in good(result[1])] == [b"a", b"b"]
 
 
-def test_a_given_format_decides(tmp_path):
+def test_a_configured_format_overrides_the_content(tmp_path):
     for content in (LINES, ARRAY, b"a\0b", b"%PDF-1.7", b"id,text\n1,a\n"):
         for name in ("a.jsonl", "a.json", "a.csv", "a.txt", "a"):
-            found = found_in(tmp_path / name, content, format=Format.text)
-            assert found == (Format.text, [(name, content, True)])
-    found = found_in(tmp_path / "a.txt", b"id,text\n1,a\n", format=Format.csv)
-    assert not isinstance(found, Refusal)
-    assert [one.text for one in good(found[1])] == [b"a"]
+            result = write_and_read(tmp_path / name, content, format=Format.text)
+            assert result == (Format.text, [(name, content, True)])
+    result = write_and_read(tmp_path / "a.txt", b"id,text\n1,a\n", format=Format.csv)
+    assert not isinstance(result, Refusal)
+    assert [record.text for record in good(result[1])] == [b"a"]
     sink = io.BytesIO()
     pq.write_table(pa.table({"text": ["a"]}), sink)
-    found = found_in(tmp_path / "a.txt", sink.getvalue(), format=Format.parquet)
-    assert not isinstance(found, Refusal)
-    assert [one.text for one in good(found[1])] == [b"a"]
+    result = write_and_read(tmp_path / "a.txt", sink.getvalue(), format=Format.parquet)
+    assert not isinstance(result, Refusal)
+    assert [record.text for record in good(result[1])] == [b"a"]
 
 
 @pytest.mark.parametrize("log", [10, 17, 27, 28, 30, 31])
@@ -318,14 +322,14 @@ def test_windows_of_zstd_up_to_2_gib_are_read(tmp_path, log):
         file = recognize(named_file(path), ReadSettings())
         assert not isinstance(file, Refusal)
         assert file.window_bytes == max(2**17, 2**log)
-        found = list(read_documents(units_of(file)[0], ReadSettings()))
-        assert len(found) == len(good(found))
-        assert b"".join(one.text for one in good(found)) == (
+        result = list(read_documents(units_of(file)[0], ReadSettings()))
+        assert len(result) == len(good(result))
+        assert b"".join(record.text for record in good(result)) == (
             b"".join(TEXTS * 2) if "json" in name else content * 2
         )
 
 
-def test_a_window_that_needs_more_memory_than_there_is_is_told(tmp_path, monkeypatch):
+def test_a_window_that_needs_too_much_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(data.text.streams, "available_memory", lambda: 2**30)
     for log in (17, 27, 30):
         (tmp_path / "a.zst").write_bytes(frame_of_zstd(b"text", log))

@@ -1,6 +1,6 @@
-"""Folders as the library datasets writes them, and what of them is data.
+"""Only the data files of a folder that the library datasets wrote are read.
 
-Names and contents of the small files are those of datasets 5.2.
+The small files have the names and contents that datasets 5.2 gives them.
 """
 
 import json
@@ -25,7 +25,7 @@ def write_table(path: Path, *texts: str) -> None:
 
 
 def save(folder: Path, *texts: str, **state) -> None:
-    """Write what `Dataset.save_to_disk` does, with a file for each text."""
+    """Write the files of `Dataset.save_to_disk`, with one data file for each text."""
     names = [f"data-{n:05}-of-{len(texts):05}.arrow" for n in range(len(texts))]
     for name, text in zip(names, texts, strict=True):
         write_table(folder / name, text)
@@ -46,7 +46,7 @@ def texts_in(entry: Path | str, pattern: str = "**/*") -> list[str]:
     files = classify(find_files([str(entry)], pattern), settings).files
     units = [unit for file in files for unit in units_of(file)]
     records = [list(read_documents(unit, settings)) for unit in units]
-    return [one.text.decode() for found in records for one in good(found)]
+    return [record.text.decode() for items in records for record in good(items)]
 
 
 CACHES = [
@@ -94,15 +94,15 @@ def test_several_splits_are_an_error_that_says_how_to_name_each(
     for entry in (tmp_path, f"{folder}/*/*.arrow", f"{folder}/*"):
         if str(entry).endswith("/*") or "*" not in str(entry):
             entry = tmp_path
-        with pytest.raises(DataError, match=rf"holds {len(splits)} splits") as raised:
+        with pytest.raises(DataError, match=rf"holds {len(splits)} splits") as error:
             texts_in(entry)
         for split in splits:
-            assert f"{split}: {folder / split}" in str(raised.value)
+            assert f"{split}: {folder / split}" in str(error.value)
     for split in splits:
         assert texts_in(folder / split) == [f"text of {split}"]
 
 
-def test_one_split_is_read_and_only_what_is_named(tmp_path):
+def test_a_single_split_is_read_without_unlisted_folders(tmp_path):
     save_splits(tmp_path, "train")
     save(tmp_path / "left_over", "of an earlier save")
     assert texts_in(tmp_path) == ["text of train"]
@@ -131,10 +131,10 @@ def test_splits_of_a_cache_of_load_dataset(tmp_path, names, splits):
     if len(splits) == 1:
         assert texts_in(tmp_path) == sorted(names)
         return
-    with pytest.raises(DataError, match="holds 2 splits") as raised:
+    with pytest.raises(DataError, match="holds 2 splits") as error:
         texts_in(tmp_path)
     for split in splits:
-        assert f"{split}: '{tmp_path}/*-{split}*.arrow'" in str(raised.value)
+        assert f"{split}: '{tmp_path}/*-{split}*.arrow'" in str(error.value)
         expected = [name for name in names if split in name]
         assert texts_in(f"{tmp_path}/*-{split}*.arrow") == expected
 
@@ -155,7 +155,7 @@ def test_splits_of_a_published_folder(tmp_path, place, end):
     ]
 
 
-def test_what_is_damaged_or_missing_is_named(tmp_path):
+def test_damaged_and_missing_files_are_named(tmp_path):
     save(tmp_path / "short", "one", "two")
     (tmp_path / "short/data-00001-of-00002.arrow").unlink()
     with pytest.raises(DataError, match=r"names the file data-00001-of-00002\.arrow"):

@@ -1,4 +1,4 @@
-"""Units of a file, and a single text that is divided: nothing is lost or read twice."""
+"""Text that is cut into units or divided into splits is read exactly once."""
 
 import gzip
 import json
@@ -35,10 +35,10 @@ def test_units_give_each_line_once_in_order(lines, unit_bytes, limit):
     settings = ReadSettings(max_record_bytes=limit)
     with tempfile.TemporaryDirectory() as folder:
         file = file_of(Path(folder), "a.jsonl", b"\n".join(lines))
-        whole = list(read_documents(Unit(file), settings))
+        expected = list(read_documents(Unit(file), settings))
         with mock.patch.object(data.text.files, "UNIT_BYTES", unit_bytes):
             assert len(units_of(file)) == max(1, -(-file.size // unit_bytes))
-            assert read_file(file, settings) == whole
+            assert read_file(file, settings) == expected
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def unit_folder(tmp_path_factory) -> Iterator[Path]:
 # A zero byte would be refused as binary data.
 binary = st.binary().map(lambda text: text.replace(b"\0", b"\1"))
 texts = st.one_of(st.text("ab\n猫é😀 ", max_size=150).map(str.encode), binary)
-# Of units, and of the windows behind them, which must be smaller.
+# Each pair is the size of a unit, and of the window after it, which is smaller.
 sizes = st.integers(5, 40).flatmap(
     lambda u: st.tuples(st.just(u), st.integers(4, u - 1))
 )
@@ -57,31 +57,33 @@ sizes = st.integers(5, 40).flatmap(
 
 @settings(max_examples=200, deadline=None)
 @given(text=texts, size=sizes)
-def test_units_of_a_text_are_the_text(unit_folder, text, size):
+def test_units_of_a_text_add_up_to_the_text(unit_folder, text, size):
     valid = text.decode(errors="ignore").encode() == text
     settings = ReadSettings(keep_invalid_utf8=not valid)
-    found = {}
+    records_by_name = {}
     with (
         mock.patch.object(data.text.files, "UNIT_BYTES", size[0]),
         mock.patch.object(data.text.streams, "CUT_WINDOW", size[1]),
     ):
         for name in ("a.txt", "a.txt.gz"):
             file = file_of(unit_folder, name, compress(name, text))
-            found[name] = good(read_file(file, settings))
-            assert b"".join(one.text for one in found[name]) == text
-            ends = [one.ends for one in found[name]]
+            records_by_name[name] = good(read_file(file, settings))
+            assert b"".join(record.text for record in records_by_name[name]) == text
+            ends = [record.ends for record in records_by_name[name]]
             assert ends == [False] * (len(ends) - 1) + [True]
     if valid:
-        for one in found["a.txt"]:
-            one.text.decode()
+        for record in records_by_name["a.txt"]:
+            record.text.decode()
 
-    plain, packed = ([one[1:] for one in records] for records in found.values())
+    plain, packed = (
+        [record[1:] for record in records] for records in records_by_name.values()
+    )
     assert plain == packed, "compressed text must give the same tokens"
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=texts, size=sizes, validation=st.floats(0.01, 0.99))
-def test_a_single_text_is_divided_without_a_byte_in_both(
+def test_a_single_text_is_divided_with_each_byte_in_one_split(
     unit_folder, text, size, validation
 ):
     settings = ReadSettings(keep_invalid_utf8=True)
@@ -97,17 +99,19 @@ def test_a_single_text_is_divided_without_a_byte_in_both(
             except DataError:
                 assert len(text) * min(validation, 1 - validation) < 4
                 return
-            found = [
-                (unit.split, one.text, one.ends)
+            parts = [
+                (unit.split, piece.text, piece.ends)
                 for unit in units
-                for one in good(list(read_documents(unit, settings)))
+                for piece in good(list(read_documents(unit, settings)))
             ]
-            assert [split for split, _, ends in found if ends] == list(SPLITS)
+            assert [split for split, _, ends in parts if ends] == list(SPLITS)
             # A last piece may be empty: it stands for the end alone.
-            pieces.append([(split, one) for split, one, _ in found if one])
-    assert b"".join(one for _, one in pieces[0]) == text
-    held = sum(len(one) for split, one in pieces[0] if split == "validation")
-    assert abs(held - len(text) * validation) <= 4
+            pieces.append([(split, piece) for split, piece, _ in parts if piece])
+    assert b"".join(piece for _, piece in pieces[0]) == text
+    validation_bytes = sum(
+        len(piece) for split, piece in pieces[0] if split == "validation"
+    )
+    assert abs(validation_bytes - len(text) * validation) <= 4
     assert pieces[0] == pieces[1]
 
 
@@ -116,8 +120,10 @@ def test_a_broken_single_text_is_reported_wherever_it_is_divided(tmp_path):
     file = file_of(tmp_path, "a.txt.gz", content[:-20])
     for validation in (0.0, 0.001, 0.1, 0.9):
         units = Corpus("", (file,), validation).units()
-        found = [one for unit in units for one in read_documents(unit, ReadSettings())]
-        assert [one.reason for one in found if isinstance(one, BadRecord)] == [
+        result = [
+            item for unit in units for item in read_documents(unit, ReadSettings())
+        ]
+        assert [item.reason for item in result if isinstance(item, BadRecord)] == [
             "cannot be read further: the compressed file ends in the middle"
         ]
-        assert sum(len(one.text) for one in good(found)) > 5000
+        assert sum(len(item.text) for item in good(result)) > 5000

@@ -1,4 +1,4 @@
-"""Files of records and texts in each format, written and read back."""
+"""These functions write files of records and texts in each format, and read them."""
 
 import gzip
 import io
@@ -29,7 +29,10 @@ def compress(name: str, content: bytes) -> bytes:
 
 
 def frame_of_zstd(text: bytes, log: int) -> bytes:
-    """Source: RFC 8878, 3.1.1: magic number, descriptor, window, last raw block."""
+    """Return a frame of magic number, descriptor, window, and a last raw block.
+
+    Source: RFC 8878, 3.1.1.
+    """
     block = (1 | len(text) << 3).to_bytes(3, "little")
     return b"\x28\xb5\x2f\xfd\x00" + bytes([log - 10 << 3]) + block + text
 
@@ -39,14 +42,14 @@ def encode_table(name: str, table: pa.Table) -> bytes:
     if name.endswith(".parquet"):
         pq.write_table(table, sink, row_group_size=3)
         return sink.getvalue()
-    new = pa.ipc.new_file if name == "file.arrow" else pa.ipc.new_stream
-    with new(sink, table.schema) as writer:
+    open_writer = pa.ipc.new_file if name == "file.arrow" else pa.ipc.new_stream
+    with open_writer(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=3)
     return sink.getvalue()
 
 
 def encode_records(name: str, records: list[tuple[str, str]]) -> bytes:
-    """A file of (id, text); of a format that has no records, the texts end to end."""
+    """Return a file of (id, text), or of all texts end to end if it has no records."""
     if name in COLUMNS:
         schema = pa.schema({"n": pa.int32(), "id": pa.string(), "text": pa.string()})
         rows = [{"n": 1, "id": key, "text": text} for key, text in records]
@@ -63,17 +66,15 @@ def file_of(folder: Path, name: str, content: bytes) -> File:
 
 
 def named_file(path: Path, size: int = 1) -> File:
-    """A file whose name gives its format."""
+    """Return a file whose name gives its format."""
     suffix = path.suffix if path.suffix in (".gz", ".zst") else None
     format = format_of_name(path.name) or Format.text
     return File(str(path), path.name, size, "1", "", format, suffix)
 
 
 def read_file(file: File, settings: ReadSettings = WITH_IDS) -> Found:
-    return [
-        found for unit in units_of(file) for found in read_documents(unit, settings)
-    ]
+    return [item for unit in units_of(file) for item in read_documents(unit, settings)]
 
 
-def good(found: Found) -> list[Record]:
-    return [one for one in found if isinstance(one, Record)]
+def good(items: Found) -> list[Record]:
+    return [item for item in items if isinstance(item, Record)]

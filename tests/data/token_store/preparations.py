@@ -1,7 +1,7 @@
-"""Records to prepare, and what a store of them holds or a preparation refuses.
+"""These functions make records, prepare them, and read or check the result.
 
-A test module takes the fixtures that it needs by name, for modules beside it use the
-`config` of tests/data/conftest.py.
+A test module assigns the fixtures that it needs to its own names, because other modules
+of its folder use the `config` of tests/data/conftest.py.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
 
 @pytest.fixture
 def records(tmp_path: Path) -> Path:
-    """Records in three formats, some texts of which are empty."""
+    """Return a folder of records in three formats, some with empty texts."""
     folder = tmp_path / "records"
     (folder / "sub").mkdir(parents=True)
     write_lines(folder / "a.jsonl", ["", *some_texts(300), ""])
@@ -54,7 +54,7 @@ def config(records: Path, tmp_path: Path) -> PrepareConfig:
 
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks of a few hundred bytes: they are made here and sent to the workers."""
+    """Make tasks of a few hundred bytes, so that this process sends many to workers."""
     monkeypatch.setattr(data.token_store.encode, "_TASK_BYTES", 1000)
     monkeypatch.setattr(data.text.files, "UNIT_BYTES", 700)
 
@@ -68,7 +68,7 @@ def content_of(folder: Path | str) -> dict[str, bytes]:
 
 
 def documents_of(store: Store) -> dict[str, bytes]:
-    found = {}
+    documents = {}
     for split in SPLITS:
         tokens = store.split(split)
         for number, (start, end) in enumerate(
@@ -76,10 +76,12 @@ def documents_of(store: Store) -> dict[str, bytes]:
         ):
             ids = tokens.read(start, end)
             assert ids[-1] == store.encoding.eot_token
-            name = tokens.document_id(number)
-            assert (split, name) not in found
-            found[split, name] = store.encoding.decode_bytes(ids[:-1].tolist())
-    return found
+            document_id = tokens.document_id(number)
+            assert (split, document_id) not in documents
+            documents[split, document_id] = store.encoding.decode_bytes(
+                ids[:-1].tolist()
+            )
+    return documents
 
 
 def refuse(config: PrepareConfig, message: str, **changes: object) -> None:

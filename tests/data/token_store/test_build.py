@@ -1,4 +1,4 @@
-"""What a store holds, what it does not depend on, and what a preparation refuses."""
+"""A store holds each record once for any workers, and bad input is refused."""
 
 import contextlib
 import dataclasses
@@ -33,22 +33,25 @@ small_tasks = preparations.small_tasks
 
 def test_a_store_holds_each_record_once(config, records):
     store = prepare_store(config)
-    found = documents_of(store)
+    documents = documents_of(store)
     texts = [text.encode() for text in some_texts(300)]
     rows = [text.encode() for text in some_texts(100, 1)]
-    assert sorted(found.values()) == sorted(texts * 2 + rows)
+    assert sorted(documents.values()) == sorted(texts * 2 + rows)
     assert store.manifest["empty_documents"] == 6
-    at = 0
+    offset = 0
     for line in (records / "a.jsonl").read_bytes().splitlines(keepends=True):
-        name = f"a.jsonl:byte {at}"
+        name = f"a.jsonl:byte {offset}"
         text = json.loads(line)["text"].encode()
         split = split_of(name, 0.1)
-        assert found.get((split, name), b"") == text
-        at += len(line)
-    held = sum(split == "validation" for split, _ in found)
-    assert 0.05 < held / len(found) < 0.15
+        assert documents.get((split, name), b"") == text
+        offset += len(line)
+    num_held_out = sum(split == "validation" for split, _ in documents)
+    assert 0.05 < num_held_out / len(documents) < 0.15
     counts = store.manifest["splits"]
-    assert [count["documents"] for count in counts.values()] == [700 - held, held]
+    assert [count["documents"] for count in counts.values()] == [
+        700 - num_held_out,
+        num_held_out,
+    ]
     assert sum(map(store.num_bytes, SPLITS)) == sum(map(len, texts * 2 + rows))
     assert list(store.verify()) == []
     assert not Path(f"{store.path}.work").exists()
@@ -56,12 +59,12 @@ def test_a_store_holds_each_record_once(config, records):
 
 def test_the_store_does_not_depend_on_workers_and_tasks(config, tmp_path, request):
     prepare_store(config)
-    whole = content_of(tmp_path / "store")
+    expected = content_of(tmp_path / "store")
     request.getfixturevalue("small_tasks")
     for workers in (1, 2, 4):
         output = tmp_path / f"by-{workers}"
         prepare_store(dataclasses.replace(config, output=str(output), workers=workers))
-        assert content_of(output) == whole
+        assert content_of(output) == expected
 
 
 def test_a_store_of_other_settings_is_refused_and_untouched(
@@ -69,23 +72,23 @@ def test_a_store_of_other_settings_is_refused_and_untouched(
 ):
     ranks = write_ranks(tmp_path / "ranks")
     prepare_store(config)
-    before = content_of(tmp_path / "store")
-    other = "store: is a store of other input or settings"
-    refuse(config, other, validation=0.2)
-    refuse(config, other, id_field="n")
-    refuse(config, other, on_error=OnError.skip)
-    refuse(config, other, input=str(records / "a.jsonl"))
+    previous_content = content_of(tmp_path / "store")
+    message = "store: is a store of other input or settings"
+    refuse(config, message, validation=0.2)
+    refuse(config, message, id_field="n")
+    refuse(config, message, on_error=OnError.skip)
+    refuse(config, message, input=str(records / "a.jsonl"))
     refuse(config, "another tokenizer", **ranks)
     with (records / "a.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
-    refuse(config, other)
-    assert content_of(tmp_path / "store") == before
+    refuse(config, message)
+    assert content_of(tmp_path / "store") == previous_content
 
 
 def test_a_folder_of_other_files_is_refused_and_untouched(config, tmp_path):
-    mine = tmp_path / "store" / "sub" / "mine.txt"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("mine")
+    file = tmp_path / "store" / "sub" / "mine.txt"
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
     refuse(config, "store: is no token store")
     assert content_of(tmp_path / "store") == {"sub/mine.txt": b"mine"}
 
@@ -97,29 +100,29 @@ def test_an_output_that_cannot_be_written_is_named(config, records, tmp_path):
 
 
 def test_parts_are_not_made_twice(config, records, tmp_path, small_tasks, monkeypatch):
-    """Nor where bad records are skipped only the second time."""
+    """Parts are also kept if bad records are skipped only the second time."""
     with (records / "d.jsonl").open("w") as file:
         file.write("no JSON\n")
     refuse(config, r"d\.jsonl, line 1 \(byte 0\): no JSON")
     parts = set((tmp_path / "store.work").glob("*.part"))
     assert len(parts) > 20
-    parts.remove(lost := min(parts))
-    lost.unlink()
+    parts.remove(missing_part := min(parts))
+    missing_part.unlink()
     write = data.token_store.encode.created_atomically
-    written = []
+    paths = []
 
-    def recorded(path: Path) -> contextlib.AbstractContextManager[Path]:
-        written.append(path)
+    def record_path(path: Path) -> contextlib.AbstractContextManager[Path]:
+        paths.append(path)
         return write(path)
 
-    monkeypatch.setattr(data.token_store.encode, "created_atomically", recorded)
+    monkeypatch.setattr(data.token_store.encode, "created_atomically", record_path)
     store = prepare_store(dataclasses.replace(config, on_error=OnError.skip))
     assert store.manifest["skipped_records"] == 1
-    assert lost in written
-    assert not parts & set(written)
+    assert missing_part in paths
+    assert not parts & set(paths)
 
 
-def test_what_is_skipped_is_counted_and_listed(config, records, tmp_path):
+def test_skipped_records_are_counted_and_listed(config, records, tmp_path):
     lines = (records / "a.jsonl").read_text().splitlines(keepends=True)
     lines[3:3] = ["{broken\n", '{"text": null}\n', '{"no": 1}\n']
     (records / "a.jsonl").write_text("".join(lines))
@@ -128,9 +131,11 @@ def test_what_is_skipped_is_counted_and_listed(config, records, tmp_path):
     store = prepare_store(dataclasses.replace(config, on_error=OnError.skip))
     assert store.manifest["skipped_records"] == 4
     skipped = (tmp_path / "store/skipped.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in skipped]
-    assert [Path(bad["file"]).name for bad in found] == ["a.jsonl"] * 3 + ["c.jsonl.gz"]
-    assert found[1] == {
+    bad_records = [json.loads(line) for line in skipped]
+    assert [Path(bad["file"]).name for bad in bad_records] == ["a.jsonl"] * 3 + [
+        "c.jsonl.gz"
+    ]
+    assert bad_records[1] == {
         "file": str(records / "a.jsonl"),
         "place": f"byte {len(''.join(lines[:4]).encode())}",
         "reason": "'text' is no text but null",
@@ -138,42 +143,42 @@ def test_what_is_skipped_is_counted_and_listed(config, records, tmp_path):
     assert len(documents_of(store)) == 400
 
 
-def test_a_folder_of_work_keeps_what_else_is_in_it(config, tmp_path):
+def test_other_files_in_a_work_folder_are_kept(config, tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch/mine.part").write_text("not yours")
     prepare_store(dataclasses.replace(config, work_dir=str(tmp_path / "scratch")))
     assert [p.name for p in (tmp_path / "scratch").iterdir()] == ["mine.part"]
 
 
-def test_nothing_is_held_out_only_if_asked(config, tmp_path):
+def test_an_empty_split_is_refused_unless_validation_is_zero(config, tmp_path):
     store = prepare_store(dataclasses.replace(config, validation=0.0))
     assert store.num_tokens("validation") == 0
     assert store.text("validation") == b""
     assert list(store.verify()) == []
     assert len(documents_of(store)) == 700
     output = str(tmp_path / "other")
-    for wrong, split in ((1e-12, "validation"), (1 - 1e-12, "train")):
+    for fraction, split in ((1e-12, "validation"), (1 - 1e-12, "train")):
         message = f"of 700 documents none falls to {split}"
-        refuse(config, message, validation=wrong, output=output)
+        refuse(config, message, validation=fraction, output=output)
     assert data.token_store.writer.MANIFEST not in content_of(output)
     assert prepare_store(dataclasses.replace(config, output=output))
 
 
-def test_a_full_disk_is_told(config, monkeypatch):
-    def full(*_: object) -> None:
+def test_a_full_disk_is_reported(config, monkeypatch):
+    def raise_disk_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "fsync", raise_disk_full)
         refuse(config, r"cannot be written \(.*No space left.*Free space")
-    monkeypatch.setattr(data.token_store.build, "write_store", full)
+    monkeypatch.setattr(data.token_store.build, "write_store", raise_disk_full)
     refuse(config, r"store: cannot be written \(.*No space left.*Free space")
 
 
-def test_workers_that_read_long_windows_have_memory(
+def test_the_memory_for_long_windows_limits_the_workers(
     config, records, caplog, monkeypatch
 ):
-    """A window of 1 GiB, which three workers have no memory for."""
+    """Three workers do not have the memory for a window of 1 GiB."""
     frame = frame_of_zstd(b'{"text": "a"}\n', 30)
     (records / "sub/e.jsonl.zst").write_bytes(frame)
     monkeypatch.setattr(data.token_store.build, "available_memory", lambda: 4 << 30)
@@ -182,7 +187,7 @@ def test_workers_that_read_long_windows_have_memory(
     assert "at most 2 workers" in caplog.text
 
 
-def test_the_command(config, tmp_path):
+def test_the_command_prepares_a_store(config, tmp_path):
     def prepare(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "data.prepare", f"input={config.input}"]
         return subprocess.run(
@@ -195,8 +200,8 @@ def test_the_command(config, tmp_path):
     assert f"python -m train data=tokens data.path={tmp_path}/door" in first.stdout
     prepare_store(config)
     assert content_of(tmp_path / "door") == content_of(tmp_path / "store")
-    again = prepare(output, "validation=0.1")
-    assert (again.returncode, again.stdout) == (0, first.stdout)
-    assert "is there already" in again.stderr
+    second = prepare(output, "validation=0.1")
+    assert (second.returncode, second.stdout) == (0, first.stdout)
+    assert "is there already" in second.stderr
     assert content_of(tmp_path / "door") == content_of(tmp_path / "store")
     assert prepare().returncode == 78

@@ -1,4 +1,4 @@
-"""Preparations that are killed, whole or a worker of theirs, and how they go on."""
+"""A preparation continues after it or one of its workers was killed."""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ config = preparations.config
 small_tasks = preparations.small_tasks
 
 
-def test_a_worker_that_dies_is_told(config, small_tasks, monkeypatch):
+def test_a_worker_that_dies_is_reported(config, small_tasks, monkeypatch):
     stop = threading.Event()
 
     def kill_workers() -> None:
@@ -68,7 +68,7 @@ data.token_store.build.prepare_store(pickle.loads(bytes.fromhex(sys.argv[1])))
 """
 
 
-def start(arguments: list[str]) -> subprocess.Popen:
+def start_process(arguments: list[str]) -> subprocess.Popen:
     return subprocess.Popen(
         arguments,
         cwd=REPOSITORY,
@@ -79,7 +79,7 @@ def start(arguments: list[str]) -> subprocess.Popen:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """Kill it alone, not its workers, and see that they end: they hold its stderr."""
+    """Kill only this process, and check that its workers end: they hold its stderr."""
     process.kill()
     try:
         process.communicate(timeout=60)
@@ -88,34 +88,36 @@ def kill(process: subprocess.Popen) -> None:
         raise
 
 
-def begin(arguments: list[str], output: Path) -> subprocess.Popen:
+def start_and_wait_for_lock(arguments: list[str], output: Path) -> subprocess.Popen:
     """Start a preparation, and wait until it holds its lock."""
     lock = Path(f"{output}.work", "lock")
     lock.unlink(missing_ok=True)
-    process = start(arguments)
+    process = start_process(arguments)
     while process.poll() is None and not lock.exists():
         time.sleep(0.005)
     return process
 
 
-def end(process: subprocess.Popen) -> None:
+def wait_for_success(process: subprocess.Popen) -> None:
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
 
 
-def drill(arguments: list[str], output: Path, kills: int, seconds: float) -> None:
-    """Kill a command at random moments, go on with it, and let it end at last."""
+def kill_repeatedly(
+    arguments: list[str], output: Path, kills: int, seconds: float
+) -> None:
+    """Kill and restart a command at random moments, and at last let it end."""
     source = random.Random(kills)
-    killed = 0
-    while killed < kills:
-        process = begin(arguments, output)
+    num_killed = 0
+    while num_killed < kills:
+        process = start_and_wait_for_lock(arguments, output)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(source.uniform(0, seconds))
-        killed += process.poll() is None
+        num_killed += process.poll() is None
         kill(process)
-        if (output / data.token_store.writer.MANIFEST).exists() and killed < kills:
+        if (output / data.token_store.writer.MANIFEST).exists() and num_killed < kills:
             shutil.rmtree(output)
-    end(start(arguments))
+    wait_for_success(start_process(arguments))
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
@@ -125,25 +127,33 @@ def test_a_killed_preparation_is_continued_to_the_same_bytes(tmp_path, kills):
         write_lines(tmp_path / f"in/{index}.jsonl", some_texts(5000, index))
     config = PrepareConfig(str(tmp_path / "in"), validation=0.1)
 
-    def to(output: Path, workers: int) -> list[str]:
-        own = dataclasses.replace(config, output=str(output), workers=workers)
-        return [sys.executable, "-c", SMALL, pickle.dumps(own).hex()]
+    def command_for(output: Path, workers: int) -> list[str]:
+        prepare_config = dataclasses.replace(
+            config, output=str(output), workers=workers
+        )
+        return [sys.executable, "-c", SMALL, pickle.dumps(prepare_config).hex()]
 
-    process = begin(to(tmp_path / "whole", 2), tmp_path / "whole")
-    began = time.monotonic()
-    end(process)
-    seconds = time.monotonic() - began
+    process = start_and_wait_for_lock(
+        command_for(tmp_path / "whole", 2), tmp_path / "whole"
+    )
+    start_time = time.monotonic()
+    wait_for_success(process)
+    seconds = time.monotonic() - start_time
     expected = content_of(tmp_path / "whole")
     assert len(expected) > 80
     for workers in (1, 2):
         output = tmp_path / f"by-{workers}"
-        drill(to(output, workers), output, kills // 2, seconds * workers / 2)
+        kill_repeatedly(
+            command_for(output, workers), output, kills // 2, seconds * workers / 2
+        )
         assert content_of(output) == expected
         assert not Path(f"{output}.work").exists()
 
 
-def test_what_was_killed_makes_way_for_other_settings(config, tmp_path, monkeypatch):
-    """And while it lives it is alone."""
+def test_a_killed_preparation_does_not_block_other_settings(
+    config, tmp_path, monkeypatch
+):
+    """While it lives, no other process can prepare the store."""
 
     def die(storage: KeyValueStore, *_: object) -> None:
         refuse(config, r"store\.work: another process is preparing this store")
@@ -157,7 +167,7 @@ def test_what_was_killed_makes_way_for_other_settings(config, tmp_path, monkeypa
             prepare_store(config)
     with pytest.raises(DataError, match=r"manifest\.json: is not there"):
         open_store(tmp_path / "store")
-    other = dataclasses.replace(config, validation=0.3)
-    prepare_store(other)
-    prepare_store(dataclasses.replace(other, output=str(tmp_path / "fresh")))
+    changed_config = dataclasses.replace(config, validation=0.3)
+    prepare_store(changed_config)
+    prepare_store(dataclasses.replace(changed_config, output=str(tmp_path / "fresh")))
     assert content_of(tmp_path / "store") == content_of(tmp_path / "fresh")

@@ -1,4 +1,4 @@
-"""Text that is encoded on first use: what of a folder is text, and what is left out."""
+"""Text is encoded on first use; files that are not text are refused or left out."""
 
 import dataclasses
 import random
@@ -29,41 +29,43 @@ def test_a_file_that_is_not_text_is_an_error_that_names_it(
         cached_store(config)
 
 
-def test_files_that_are_not_text_are_left_out_if_asked(
+def test_files_that_are_not_text_can_be_left_out(
     config: DataConfig, folder: Path, caplog: pytest.LogCaptureFixture
 ):
-    """They change nothing of what is made of the others, and each start names them."""
-    whole = cached_store(config)
+    """Skipped files change nothing in the store, and each start names them."""
+    expected_store = cached_store(config)
     (folder / "long.bin").write_bytes(b"text at first " * 2**19 + PNG)
     (folder / "00.png").write_bytes(PNG)
-    skipping = dataclasses.replace(config, on_error=OnError.skip)
+    skip_config = dataclasses.replace(config, on_error=OnError.skip)
     for _ in range(2):
         caplog.clear()
-        store = cached_store(skipping)
+        store = cached_store(skip_config)
         assert (
             f"left out 2 files that cannot be read, {7 * 2**20 + 6016} " in caplog.text
         )
         assert f"{folder}/long.bin" in caplog.text
-    assert store.fingerprint == whole.fingerprint
+    assert store.fingerprint == expected_store.fingerprint
 
 
-def test_a_folder_without_any_text_is_refused_though_files_may_be_left_out(
+def test_a_folder_without_any_text_is_refused_even_if_files_are_left_out(
     config: DataConfig, tmp_path: Path
 ):
     (tmp_path / "a.png").write_bytes(PNG)
-    only = dataclasses.replace(config, path=f"{tmp_path}/a.png", on_error=OnError.skip)
+    image_config = dataclasses.replace(
+        config, path=f"{tmp_path}/a.png", on_error=OnError.skip
+    )
     with pytest.raises(DataError, match="on_error=skip leaves no file"):
-        cached_store(only)
+        cached_store(image_config)
 
 
-def test_a_bad_record_is_left_out_if_asked(
+def test_a_bad_record_can_be_left_out(
     config: DataConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     lines = [f'{{"text": "document {index}"}}\n' for index in range(40)]
     (tmp_path / "a.jsonl").write_text("".join([*lines, "no JSON\n"]))
-    one = dataclasses.replace(config, path=f"{tmp_path}/a.jsonl")
+    record_config = dataclasses.replace(config, path=f"{tmp_path}/a.jsonl")
     with pytest.raises(DataError, match=r"a\.jsonl, line 41"):
-        cached_store(one)
-    store = cached_store(dataclasses.replace(one, on_error=OnError.skip))
+        cached_store(record_config)
+    store = cached_store(dataclasses.replace(record_config, on_error=OnError.skip))
     assert store.manifest["skipped_records"] == 1
     assert "left out 1 bad records" in caplog.text

@@ -20,7 +20,7 @@ from data.token_store.store import Store
 
 @pytest.fixture
 def store(config, small_chunks, monkeypatch) -> Store:
-    """A store of some 900 tokens in 4 shards of 4 chunks, read from disk."""
+    """Return a store of some 900 tokens in 4 shards of 4 chunks, read from disk."""
     monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
     return cached_store(config)
 
@@ -37,16 +37,16 @@ def num_open(store: Store) -> int:
     folder = os.path.realpath(store.path)
     count = 0
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the listing's own descriptor is gone
+        with contextlib.suppress(OSError):  # the listing's descriptor is closed
             count += link.readlink().is_relative_to(folder)
     return count
 
 
 @pytest.mark.parametrize("damage", ["cut while open", "removed", "without a chunk"])
-def test_what_is_missing_is_named_by_its_file(store, damage):
+def test_missing_values_are_named_by_their_file(store, damage):
     tokens = store.split("train")
-    place = np.array([10, 2 * 256 + 70]), np.array([5, 5])
-    assert [len(values) for values in tokens.gather(*place)] == [5, 5]
+    spans = np.array([10, 2 * 256 + 70]), np.array([5, 5])
+    assert [len(values) for values in tokens.gather(*spans)] == [5, 5]
     if damage != "cut while open":
         data.token_store.local_shards._open_shard.cache_clear()
     file = Path(store.path, "train/tokens/c/2")
@@ -62,33 +62,33 @@ def test_what_is_missing_is_named_by_its_file(store, damage):
         checksum = google_crc32c.value(bytes(index)).to_bytes(4, "little")
         file.write_bytes(chunks + index + checksum)
     with pytest.raises(DataError, match=r"train/tokens/c/2: values .* missing or dam"):
-        tokens.gather(*place)
+        tokens.gather(*spans)
     assert len(tokens.gather(np.array([10]), np.array([5]))[0]) == 5
 
 
 def test_a_read_that_fails_is_tried_through_tensorstore(store, monkeypatch, caplog):
-    def pread(*place: int) -> bytes:
+    def pread(*arguments: int) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     tokens = store.split("train")
     (expected,) = tokens.gather(np.array([70]), np.array([200]))
     monkeypatch.setattr(os, "pread", pread)
-    (found,) = tokens.gather(np.array([70]), np.array([200]))
-    np.testing.assert_array_equal(found, expected)
+    (actual,) = tokens.gather(np.array([70]), np.array([200]))
+    np.testing.assert_array_equal(actual, expected)
     assert "Input/output error; reading it again through TensorStore" in caplog.text
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
-def test_only_so_many_files_are_open(store, monkeypatch):
-    opened = functools.lru_cache(2)(
+def test_the_number_of_open_files_is_limited(store, monkeypatch):
+    open_shard = functools.lru_cache(2)(
         data.token_store.local_shards._open_shard.__wrapped__
     )
-    monkeypatch.setattr(data.token_store.local_shards, "_open_shard", opened)
+    monkeypatch.setattr(data.token_store.local_shards, "_open_shard", open_shard)
     shards = shards_of(store)
-    before = num_open(store)
+    previous_count = num_open(store)
     for start in (10, 300, 600, 10):
         shards.read([(start, start + 5)])
-    assert num_open(store) == before + 2
+    assert num_open(store) == previous_count + 2
     del shards
-    opened.cache_clear()
-    assert num_open(store) == before
+    open_shard.cache_clear()
+    assert num_open(store) == previous_count

@@ -1,4 +1,4 @@
-"""A split reads alike from memory and from disk, however its documents lie."""
+"""A split reads the same from memory and from disk, whatever its documents are."""
 
 import itertools
 import tempfile
@@ -37,9 +37,9 @@ def segments_of(ends: np.ndarray, cuts: list[int]) -> Iterator[StoreSegment]:
             np.frombuffer(b"".join(names), np.uint8),
             np.cumsum([len(name) for name in names], dtype=np.int64),
         )
-        nothing = SegmentSplit(*(part[:0] for part in split))
+        empty_split = SegmentSplit(*(part[:0] for part in split))
         notes = {"bytes": {"train": high - low}, "empty": index, "bad": []}
-        yield StoreSegment(dict(zip(SPLITS, (split, nothing), strict=True)), notes)
+        yield StoreSegment(dict(zip(SPLITS, (split, empty_split), strict=True)), notes)
 
 
 @settings(max_examples=40, deadline=None)
@@ -64,13 +64,13 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
         segments = segments_of(ends, cuts)
         write_store(storage, segments, np.dtype(np.uint16), {})
         arrays = []
-        for limit, most in ((2**30, 0), (0, 2**30), (0, 0), (0, 0)):
-            limits = {"MEMORY_LIMIT_BYTES": limit, "OFFSETS_LIMIT": most}
+        for limit, offsets_limit in ((2**30, 0), (0, 2**30), (0, 0), (0, 0)):
+            limits = {"MEMORY_LIMIT_BYTES": limit, "OFFSETS_LIMIT": offsets_limit}
             with mock.patch.multiple(data.token_store.reader, **limits):
                 arrays.append(TokenArray(storage, "train", len(lengths), total))
         assert [array.in_memory for array in arrays] == [True, False, False, False]
         assert {*arrays[2]._local} >= {"tokens", "offsets"}
-        arrays[3]._local = {}  # as if it lay elsewhere
+        arrays[3]._local = {}  # it now reads like a remote store
         assert [array.is_local for array in arrays] == [True, True, True, False]
         lows = np.array([source.randrange(total + 9) for _ in range(20)])
         highs = lows + [source.randrange(60) for _ in range(20)]
@@ -84,17 +84,17 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
         for array in arrays:
             np.testing.assert_array_equal(array.offsets, offsets)
             blocks = np.arange(-(-total // chunk) + 1) * chunk
-            before = np.searchsorted(offsets[:-1], blocks)
-            np.testing.assert_array_equal(array.array("index"), before)
+            expected_index = np.searchsorted(offsets[:-1], blocks)
+            np.testing.assert_array_equal(array.array("index"), expected_index)
             for token in source.sample(range(total), min(total, 12)):
                 number, start, end = array.document_at(token)
                 assert start <= token < end
                 assert (start, end) == tuple(offsets[number : number + 2])
-            found = np.stack(array.starts_within(lows, highs), axis=1)
-            assert found.dtype == np.int64
-            np.testing.assert_array_equal(found, np.array(expected).reshape(-1, 2))
-            for none in array.starts_within(lows[:0], highs[:0]):
-                assert (none.shape, none.dtype) == ((0,), np.int64)
+            starts = np.stack(array.starts_within(lows, highs), axis=1)
+            assert starts.dtype == np.int64
+            np.testing.assert_array_equal(starts, np.array(expected).reshape(-1, 2))
+            for empty in array.starts_within(lows[:0], highs[:0]):
+                assert (empty.shape, empty.dtype) == ((0,), np.int64)
             gathered = array.gather(np.minimum(lows, total), spans)
             flat = [np.arange(low, high) for low, high in zip(lows, highs, strict=True)]
             flat = np.concatenate(flat)
@@ -105,7 +105,7 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
             np.testing.assert_array_equal(tokens, np.arange(total))
 
 
-def test_an_empty_split_is_one_and_an_array_of_another_length_is_damage(tmp_path):
+def test_an_empty_split_can_be_read_and_a_wrong_length_is_damage(tmp_path):
     storage = KeyValueStore(tmp_path)
     segments = segments_of(np.array([5]), [])
     write_store(storage, segments, np.dtype(np.uint16), {})

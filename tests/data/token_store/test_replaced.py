@@ -1,4 +1,4 @@
-"""A shard of another store is never taken for the store's own."""
+"""A shard of another store is never accepted."""
 
 import hashlib
 import json
@@ -16,16 +16,16 @@ from data.token_store.store import Store, open_store
 
 @pytest.fixture
 def twins(config: DataConfig, tmp_path: Path, small_chunks: None) -> tuple[Path, Path]:
-    """Two stores of which all arrays have the same lengths, but not the same text."""
+    """Return two stores whose arrays have the same lengths, but not the same text."""
     texts = Path(config.path or "")
     for file in texts.iterdir():
         file.write_text(f"{file.name} " * 20)
     first = cached_store(config).path
-    *_, one, another = sorted(texts.iterdir())
+    *_, shorter, longer = sorted(texts.iterdir())
     for file in texts.iterdir():
         file.write_text(f"{file.name} ".upper() * 20)
-    one.write_text(f"{one.name} " * 19)
-    another.write_text(f"{another.name} " * 21)
+    shorter.write_text(f"{shorter.name} " * 19)
+    longer.write_text(f"{longer.name} " * 21)
     return Path(first), Path(cached_store(config).path)
 
 
@@ -44,18 +44,18 @@ def everything(store: Store, local: bool = True) -> bytes:
 def test_a_replaced_shard_is_found_when_it_is_read(
     twins: tuple[Path, Path], kept: str, local: bool
 ):
-    """With its checksums all right, in memory, from files, and by TensorStore."""
-    own, other = twins
-    intact = everything(open_store(own))
-    assert intact != everything(open_store(other))
+    """Its checksums are right. It is read to memory, from files, or by TensorStore."""
+    path, other_path = twins
+    intact = everything(open_store(path))
+    assert intact != everything(open_store(other_path))
     for array in ("tokens", "offsets"):
-        shard = own / f"train/{array}/c/0"
+        shard = path / f"train/{array}/c/0"
         content = shard.read_bytes()
-        shutil.copy(other / shard.relative_to(own), shard)
+        shutil.copy(other_path / shard.relative_to(path), shard)
         with pytest.raises(DataError, match=rf"train/{array}.*values"):
-            everything(open_store(own), local)
+            everything(open_store(path), local)
         shard.write_bytes(content)
-    assert everything(open_store(own), local) == intact
+    assert everything(open_store(path), local) == intact
 
 
 def test_a_store_without_the_checksums_of_an_array_is_refused(config: DataConfig):

@@ -18,23 +18,23 @@ from data.token_store.store import compression_bits_per_byte, open_store
 from tests.data.token_store.preparations import documents_of
 
 
-def test_whoever_waits_hears_that_text_is_encoded(config, monkeypatch):
+def test_progress_is_reported_while_text_is_encoded(config, monkeypatch):
     monkeypatch.setattr("data.token_store.encode._TASK_BYTES", 1000, raising=True)
-    beats = []
-    cached_store(config, lambda: beats.append(1))
-    assert len(beats) > 2
+    calls = []
+    cached_store(config, lambda: calls.append(1))
+    assert len(calls) > 2
     cached_store(config, lambda: pytest.fail("nothing is encoded again"))
 
 
 def test_a_store_holds_every_byte_of_its_text(config, folder):
     store = cached_store(config)
     texts = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-    found = documents_of(store)
-    assert {name: text for (_, name), text in found.items()} == {
+    documents = documents_of(store)
+    assert {name: text for (_, name), text in documents.items()} == {
         name: text for name, text in texts.items() if text
     }
     assert store.manifest["empty_documents"] == 2
-    train = [text for (split, _), text in found.items() if split == "train"]
+    train = [text for (split, _), text in documents.items() if split == "train"]
     assert store.text("train") == b"".join(train)
     assert store.text("train", 20) == b"".join(train)[:20]
     assert store.num_bytes("train") == sum(map(len, train))
@@ -44,11 +44,11 @@ def test_a_store_holds_every_byte_of_its_text(config, folder):
 
 
 @pytest.mark.parametrize("text", [b"0123456789" * 10, bytes(100)])
-def test_a_single_file_has_no_end_inside(config, tmp_path, text):
+def test_a_single_file_has_no_end_token_inside(config, tmp_path, text):
     path = tmp_path / "one.txt"
     path.write_bytes(text)
-    one = dataclasses.replace(config, path=str(path), format=Format.text)
-    store = cached_store(one)
+    single_file = dataclasses.replace(config, path=str(path), format=Format.text)
+    store = cached_store(single_file)
     assert store.text("train") + store.text("validation") == text
     assert store.num_tokens("train") == store.num_bytes("train") == 75
     assert store.split("train").offsets.tolist() == [0, 75]
@@ -67,9 +67,9 @@ def test_a_store_is_built_once(config, folder, monkeypatch):
 
 def test_equal_text_has_an_equal_fingerprint_anywhere(config, folder, tmp_path):
     store = cached_store(config)
-    moved = tmp_path / "elsewhere"
-    folder.rename(moved)
-    copy = cached_store(dataclasses.replace(config, path=str(moved)))
+    new_folder = tmp_path / "elsewhere"
+    folder.rename(new_folder)
+    copy = cached_store(dataclasses.replace(config, path=str(new_folder)))
     assert copy.path != store.path
     assert copy.fingerprint == store.fingerprint
 
@@ -100,7 +100,7 @@ def test_an_interrupted_preparation_is_done_again(config, monkeypatch):
     assert [str(path) for path in Path(config.cache_dir).iterdir()] == [store.path]
 
 
-def test_what_a_killed_preparation_left_is_removed_later(config):
+def test_old_folders_of_killed_preparations_are_removed(config):
     store = cached_store(config)
     old, young = [Path(f"{store.path}.building-{n}") for n in "ab"]
     for folder in (old, young):
@@ -114,9 +114,9 @@ def test_what_a_killed_preparation_left_is_removed_later(config):
 
 
 def test_a_slower_process_takes_the_faster_ones_store(config, monkeypatch):
-    faster = []
+    first_status = []
 
-    def overtaken(*arguments):
+    def write_second(*arguments):
         data.token_store.writer.write_store(*arguments)
         with monkeypatch.context() as patch:
             patch.setattr(
@@ -124,11 +124,11 @@ def test_a_slower_process_takes_the_faster_ones_store(config, monkeypatch):
                 "write_store",
                 data.token_store.writer.write_store,
             )
-            faster.append(Path(cached_store(config).path, "manifest.json").stat())
+            first_status.append(Path(cached_store(config).path, "manifest.json").stat())
 
-    monkeypatch.setattr(data.token_store.build, "write_store", overtaken)
+    monkeypatch.setattr(data.token_store.build, "write_store", write_second)
     store = cached_store(config)
-    assert Path(store.path, "manifest.json").stat().st_ino == faster[0].st_ino
+    assert Path(store.path, "manifest.json").stat().st_ino == first_status[0].st_ino
     assert len(list(Path(config.cache_dir).iterdir())) == 1
 
 
@@ -161,17 +161,17 @@ def test_compression_is_in_bits_per_byte():
         assert all(low < bits[name] < low + 0.1 for name in ("gzip", "xz"))
 
 
-def everything(path: str) -> dict[str, bytes]:
+def all_arrays(path: str) -> dict[str, bytes]:
     store = open_store(path)
-    found = {
+    arrays = {
         f"{split}/{name}": store.split(split).array(name).tobytes()
         for split in SPLITS
         for name in data.token_store.writer.ARRAYS
     }
-    tokens = store.split("train")  # gathered from files, and the fastest way
-    (found["gathered"],) = tokens.gather(np.array([0]), np.array([len(tokens)]))
-    found["gathered"] = found["gathered"].tobytes()
-    return found
+    tokens = store.split("train")  # gather reads files in the fastest way
+    (arrays["gathered"],) = tokens.gather(np.array([0]), np.array([len(tokens)]))
+    arrays["gathered"] = arrays["gathered"].tobytes()
+    return arrays
 
 
 def test_any_damage_to_any_file_is_found_and_named(
@@ -179,22 +179,22 @@ def test_any_damage_to_any_file_is_found_and_named(
 ):
     ranks = write_ranks(tmp_path / "ranks")
     store = cached_store(dataclasses.replace(config, **ranks))
-    intact = everything(store.path)
+    intact = all_arrays(store.path)
     source = random.Random(kept)
     files = sorted(path for path in Path(store.path).rglob("*") if path.is_file())
-    # The manifest's size must not decide how often the others are met.
+    # The manifest's size must not decide how often the other files are damaged.
     for trial in range(200):
         file = files[trial % len(files)]
         content = file.read_bytes()
         damage = bytearray(content)
-        at = source.randrange(len(content) or 1)
+        index = source.randrange(len(content) or 1)
         kind = source.choice(["flip", "flip", "flip", "cut", "add", "remove"])
         if kind == "flip" and content:
-            damage[at] ^= 1 << source.randrange(8)
+            damage[index] ^= 1 << source.randrange(8)
         elif kind == "cut" and content:
-            del damage[at:]
+            del damage[index:]
         else:
-            damage[at:at] = source.randbytes(3)
+            damage[index:index] = source.randbytes(3)
         file.write_bytes(damage)
         if kind == "remove":
             file.unlink()
@@ -203,24 +203,24 @@ def test_any_damage_to_any_file_is_found_and_named(
         reports = []
         try:
             reports += open_store(store.path).verify()
-            found = everything(store.path)
+            arrays = all_arrays(store.path)
         except DataError as error:
             reports.append(str(error))
-        else:  # no rank file, nor what was skipped, is among the arrays
-            assert found == intact
+        else:  # no array is from the rank file or from skipped.jsonl
+            assert arrays == intact
         assert any(name in report for report in reports), (relative, kind, reports)
         file.write_bytes(content)
     assert list(open_store(store.path).verify()) == []
 
 
 @pytest.mark.parametrize("name", ["nowhere", "no/where", "text.txt", "text", "empty"])
-def test_a_path_without_a_store_is_not_to_be_deleted(tmp_path, name):
+def test_an_error_does_not_advise_to_delete_a_path_without_a_store(tmp_path, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("mine")
     (tmp_path / "text.txt").write_text("mine")
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError) as error:
         open_store(tmp_path / name)
-    assert "elete" not in str(raised.value)
+    assert "elete" not in str(error.value)
     expected = {"text.txt": "is a file", "text": "is not there", "empty": "is not"}
-    assert expected.get(name, "there is no such folder") in str(raised.value)
+    assert expected.get(name, "there is no such folder") in str(error.value)

@@ -1,6 +1,6 @@
-"""Files that what is rendered must equal. To write them anew: GOLDEN=1 pytest ...
+"""Rendered files must equal these golden files. `GOLDEN=1 pytest ...` rewrites them.
 
-Text that is the same in all of a kind, and has tests of its own, is left out of them.
+They leave out text that is the same in all scripts of a kind and has its own tests.
 """
 
 import os
@@ -18,12 +18,12 @@ _BEFORE, _AFTER = run_script(["@"], {}).split("exec @")
 
 
 def _own(text: str) -> str:
-    """Return a script without what all of its kind have."""
+    """Return a script without the text that all scripts of its kind share."""
     return text.removesuffix(_SLURM).removeprefix(_BEFORE).removesuffix(_AFTER)
 
 
 def equals_golden(name: str, rendered: Rendered) -> None:
-    """Compare all files, and the command, with those of a folder."""
+    """Check that all files and the command equal those of a golden folder."""
     folder = _HERE / name
     files = {name: _own(text) for name, text in rendered.files.items()}
     lines = [*rendered.preparation, shell(rendered.command)]

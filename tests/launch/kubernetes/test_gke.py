@@ -1,4 +1,4 @@
-"""`cluster=gke_tpu` and `cluster=gke_gpu`: what is rendered, and what it would do."""
+"""`cluster=gke_tpu` and `cluster=gke_gpu`: rendered JobSets and how they behave."""
 
 from dataclasses import replace
 from typing import Any
@@ -50,7 +50,7 @@ def test_the_sample_of_kueue_is_accepted():
         ("tpu7x-128", "4x4x4", 4, 16, 1),
     ],
 )
-def test_slices_are_asked_for_by_name(target, topology, chips, pods, jobs):
+def test_a_target_asks_for_its_slices(target, topology, chips, pods, jobs):
     document = manifest(replace(TPU, target=target))
     (replicated,) = document["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
@@ -61,7 +61,7 @@ def test_slices_are_asked_for_by_name(target, topology, chips, pods, jobs):
     assert (job["parallelism"], job["completions"]) == (pods, pods)
     assert replicated["replicas"] == jobs
     assert parse_target(target).num_chips == jobs * pods * chips
-    # A node pool is one slice only where a slice has several hosts.
+    # A node pool is one slice only if a slice has several hosts.
     assert ("annotations" in document["metadata"]) == (pods > 1)
 
 
@@ -83,13 +83,13 @@ def test_cores_and_memory_are_those_of_the_plan(cluster, requests):
 
 
 @pytest.mark.parametrize("cluster", [TPU, GPU])
-def test_every_exit_code_means_what_it_means_elsewhere(cluster):
+def test_every_exit_code_means_what_the_policy_says(cluster):
     document = manifest(cluster)
     action = {
         Verdict.done: "completed",
         Verdict.stop: "FailJobSet",
         Verdict.again: "RestartJobSetAndIgnoreMaxRestarts",
-        Verdict.crashed: "RestartJobSet",  # counted
+        Verdict.crashed: "RestartJobSet",  # this restart counts
     }
     for code in (*range(256), None):
         assert after(document, code) == action[judge([code])[0]], code
@@ -104,7 +104,7 @@ def test_every_exit_code_means_what_it_means_elsewhere(cluster):
     ],
     ids=kind_of,
 )
-def test_as_little_leave_as_possible(cluster):
+def test_pods_have_as_few_rights_as_possible(cluster):
     pod = pod_of(manifest(cluster))
     account = cluster.service_account is not None
     assert pod["automountServiceAccountToken"] is account
@@ -130,10 +130,10 @@ spec:
 """
 
 
-def test_what_is_merged_has_the_last_word():
-    more = yaml.safe_load(MORE)
+def test_merged_values_override_rendered_ones():
+    overrides = yaml.safe_load(MORE)
     plain = manifest(GPU)
-    document = manifest(replace(GPU, merge=more))
+    document = manifest(replace(GPU, merge=overrides))
     labels = plain["metadata"]["labels"]
     assert document["metadata"]["labels"] == {**labels, "team": "a"}
     assert document["spec"]["failurePolicy"]["maxRestarts"] == 7
@@ -147,7 +147,7 @@ def test_what_is_merged_has_the_last_word():
     assert merge_values({"a": 1}, {"b": {"c": None, "d": 1}}) == {"a": 1, "b": {"d": 1}}
 
 
-def test_yaml_is_read_alike_by_all():
+def test_every_reader_of_yaml_reads_the_same_words():
     words = ["y", "No", "on", "1e3", "0o14", "012", "1_000", "~", "2001-01-01", "1:30"]
     text = to_yaml({"words": [*words, *VALUES]})
     assert yaml.safe_load(text) == {"words": [*words, *VALUES]}
@@ -155,7 +155,7 @@ def test_yaml_is_read_alike_by_all():
         assert f'"{word}"' in text
 
 
-def test_a_run_lies_where_pods_see_it():
+def test_run_dir_must_be_on_a_volume_that_pods_mount():
     mount = {"containers": [{"name": "train", "volumeMounts": [{"mountPath": "/nfs"}]}]}
     mounted = replace(GPU, merge={"spec": mount})
     assert gke_gpu.mistakes(mounted, "/nfs/runs/a") == []

@@ -26,8 +26,8 @@ from train.errors import Exit
 
 CLUSTER = replace(TPU, queue="tpus", grace_period_s=20)
 NAME = JOB.name
-# The real kubectl checks all words: it refuses unknown flags before it hears --help. It
-# also reads the manifest, since readers of YAML differ.
+# The fake passes all words to the real kubectl with --help, which refuses unknown flags
+# first. The real kubectl also parses the manifest, since readers of YAML differ.
 FAKE = """#!{python}
 import json, subprocess, sys
 words, file = sys.argv[1:], {file!r}
@@ -60,7 +60,7 @@ if verb in ("create", "delete"):
 
 
 class Cluster:
-    """What the fake kubectl knows."""
+    """The state of the fake kubectl, in a file."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -115,48 +115,48 @@ def submit(folder: Path, job: Job = JOB) -> Submission:
     return submissions.require_submission(submission.run_dir)
 
 
-def ended(code: int, reason: str = "Error") -> list[dict[str, Any]]:
+def container_statuses(code: int, reason: str = "Error") -> list[dict[str, Any]]:
     return [{"state": {"terminated": {"exitCode": code, "reason": reason}}}]
 
 
-def test_what_is_submitted_arrives(cluster, tmp_path):
-    """Through YAML as kubectl reads it, and to the process as it was typed."""
+def test_submitted_values_arrive_verbatim(cluster, tmp_path):
+    """Values survive YAML as kubectl reads it, and reach the process unchanged."""
     values = [value for value in VALUES if value.isprintable()]
     overrides = tuple(hydra_text("tracker.wandb.project", value) for value in values)
     submit(tmp_path, replace(JOB, overrides=overrides))
-    with cluster.change() as known:
-        arrived = known["jobset"][NAME]
-    assert tuple(Pod(arrived).command[-len(values) :]) == overrides
-    assert arrived["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tpus"
+    with cluster.change() as state:
+        jobset = state["jobset"][NAME]
+    assert tuple(Pod(jobset).command[-len(values) :]) == overrides
+    assert jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tpus"
 
 
-def test_a_job_that_runs_is_left_alone_and_one_that_is_over_replaced(cluster, tmp_path):
+def test_a_running_job_is_left_alone_and_a_finished_one_is_replaced(cluster, tmp_path):
     submission = submit(tmp_path)
     assert gke_tpu.alive(submission)
     with pytest.raises(Exit, match="already exists"):
         submit(tmp_path)
-    with cluster.change() as known:
-        known["jobset"][NAME]["status"] = {"terminalState": "Failed"}
+    with cluster.change() as state:
+        state["jobset"][NAME]["status"] = {"terminalState": "Failed"}
     assert not gke_tpu.alive(submission)
     submit(tmp_path)
     assert gke_tpu.alive(submission)
     assert gke_tpu.stop(submission) == 0
     assert not gke_tpu.alive(submission)
-    assert gke_tpu.stop(submission) == 0  # again
+    assert gke_tpu.stop(submission) == 0  # a second stop is harmless
 
 
 def test_status_says_why_it_waits_in_the_queue(cluster, submitted):
-    with cluster.change() as known:
-        known["jobset"][NAME]["spec"]["suspend"] = True
+    with cluster.change() as state:
+        state["jobset"][NAME]["spec"]["suspend"] = True
     why = "couldn't assign flavors: insufficient unused quota for google.com/tpu, 256"
     condition = {"type": "QuotaReserved", "status": "False", "message": why}
     labels = {"kueue.x-k8s.io/job-uid": f"uid-{NAME}"}
     created = {"creationTimestamp": "2026-01-01T00:00:00Z"}
     waiting = {"metadata": created, "status": {"conditions": [condition]}}
     cluster.add("workloads.kueue.x-k8s.io", labels, **waiting)
-    said = gke_tpu.status(submitted)
-    assert said[0].startswith("suspended")
-    assert f"queue tpus: {why}" in said
+    lines = gke_tpu.status(submitted)
+    assert lines[0].startswith("suspended")
+    assert f"queue tpus: {why}" in lines
     condition = {"type": "Admitted", "status": "True"}
     created = {"creationTimestamp": "2026-01-02T00:00:00Z"}
     newest = {"metadata": created, "status": {"conditions": [condition]}}
@@ -176,52 +176,54 @@ def test_status_says_why_pods_wait(cluster, submitted):
     labels = {"involvedObject.kind": "Pod", "involvedObject.name": "p0"}
     times = {"FailedScaleUp": "00:00:09Z", "FailedScheduling": "00:00:01Z"}
     for reason, last_seen in times.items():
-        about = {"reason": reason, "message": "GCE out of resources"}
-        about["lastTimestamp"] = f"2026-01-01T{last_seen}"
-        cluster.add("events", labels, metadata={"name": reason}, **about)
-    said = gke_tpu.status(submitted)
-    assert "pods: 1 pending, 1 running" in said
-    at = said.index(f"p0 waits: Unschedulable: {why}")
-    assert said[at + 1] == "  FailedScaleUp: GCE out of resources"
+        event = {"reason": reason, "message": "GCE out of resources"}
+        event["lastTimestamp"] = f"2026-01-01T{last_seen}"
+        cluster.add("events", labels, metadata={"name": reason}, **event)
+    lines = gke_tpu.status(submitted)
+    assert "pods: 1 pending, 1 running" in lines
+    position = lines.index(f"p0 waits: Unschedulable: {why}")
+    assert lines[position + 1] == "  FailedScaleUp: GCE out of resources"
 
 
 def test_status_says_how_it_ended(cluster, submitted):
-    cluster.add_pod("p0", phase="Failed", containerStatuses=ended(78))
-    cluster.add_pod("p1", 1, phase="Failed", containerStatuses=ended(137, "OOMKilled"))
-    cluster.add_pod("p2", 2, phase="Succeeded", containerStatuses=ended(0))
+    cluster.add_pod("p0", phase="Failed", containerStatuses=container_statuses(78))
+    cluster.add_pod(
+        "p1", 1, phase="Failed", containerStatuses=container_statuses(137, "OOMKilled")
+    )
+    cluster.add_pod("p2", 2, phase="Succeeded", containerStatuses=container_statuses(0))
     condition = {"type": "Failed", "status": "True", "message": "rule never_again"}
-    with cluster.change() as known:
-        known["jobset"][NAME]["status"] = {
+    with cluster.change() as state:
+        state["jobset"][NAME]["status"] = {
             "terminalState": "Failed",
             "conditions": [condition],
             "restarts": 4,
             "restartsCountTowardsMax": 1,
         }
-    said = gke_tpu.status(submitted)
-    assert said[0] == "failed: rule never_again"
-    assert "p0 ended with 78: wrong config" in said
-    assert "p1 ended with 137: OOMKilled" in said
-    assert not [line for line in said if line.startswith("p2")]
+    status = gke_tpu.status(submitted)
+    assert status[0] == "failed: rule never_again"
+    assert "p0 ended with 78: wrong config" in status
+    assert "p1 ended with 137: OOMKilled" in status
+    assert not [line for line in status if line.startswith("p2")]
 
 
 def test_logs_of_process_0_are_followed_through_a_restart(cluster, submitted, capfd):
     cluster.add_pod("p1", 1, phase="Running")
     cluster.add_pod("old", phase="Running")
-    with cluster.change() as known:
-        known["logs"] = {"old": "step 7\n", "new": "step 8\n", "p1": "other\n"}
+    with cluster.change() as state:
+        state["logs"] = {"old": "step 7\n", "new": "step 8\n", "p1": "other\n"}
     following = threading.Thread(target=gke_tpu.logs, args=(submitted, True))
     following.start()
-    said = ""
+    output = ""
     deadline = time.monotonic() + 30
-    while "step 7" not in said:
+    while "step 7" not in output:
         assert time.monotonic() < deadline
-        said += capfd.readouterr().out
+        output += capfd.readouterr().out
     cluster.add_pod("new", phase="Running")
-    while "step 8" not in said:
+    while "step 8" not in output:
         assert time.monotonic() < deadline
-        said += capfd.readouterr().out
-    with cluster.change() as known:
-        known["jobset"][NAME]["status"] = {"terminalState": "Completed"}
+        output += capfd.readouterr().out
+    with cluster.change() as state:
+        state["jobset"][NAME]["status"] = {"terminalState": "Completed"}
     following.join(30)
     assert not following.is_alive()
-    assert "other" not in said
+    assert "other" not in output

@@ -1,4 +1,4 @@
-"""Stages without pauses."""
+"""The `stage` fixture: runs on simulated machines, without pauses."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,27 +12,27 @@ from tests.launch.remote.stage import SshStage, Stage, TpuStage
 
 @pytest.fixture
 def stage(request, tmp_path, monkeypatch) -> Iterator[Callable[..., Any]]:
-    """Make a stage; of either kind, unless a test says of which."""
+    """Return a function that makes a stage, of each kind in turn."""
     monkeypatch.setattr(supervise, "run_step", lambda job: None)
     monkeypatch.setattr(supervisor, "_PAUSE_S", 0.02)
     monkeypatch.setattr(hosts, "_RETRY_S", 0.05)
     monkeypatch.setattr(queued_resource, "_PAUSE_S", 0.02)
     monkeypatch.setattr(queued_resource, "_ASK_AGAIN_S", 0.02)
-    made: list[Stage] = []
+    stages: list[Stage] = []
 
     def make(*starts: object, **more: Any) -> Stage:
-        made.append(request.param(tmp_path, *starts, **more))
-        for name, value in made[-1].environment.items():
+        stages.append(request.param(tmp_path, *starts, **more))
+        for name, value in stages[-1].environment.items():
             monkeypatch.setenv(name, value)
-        return made[-1]
+        return stages[-1]
 
     yield make
-    for stage in made:
+    for stage in stages:
         stage.end()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Which stages a test plays on: those of its module."""
+    """Parametrise `stage` with the kinds that the module names in STAGES, or all."""
     if "stage" in metafunc.fixturenames:
         kinds = getattr(metafunc.module, "STAGES", (SshStage, TpuStage))
         ids = [kind.kind for kind in kinds]

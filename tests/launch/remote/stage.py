@@ -1,4 +1,4 @@
-"""A run on machines that are played on this one: what tests of ssh and tpu_vm share."""
+"""A run on simulated machines, for tests of `cluster=ssh` and `cluster=tpu_vm`."""
 
 import json
 import os
@@ -26,7 +26,8 @@ SSH = replace(SSH, backoff_s=0.01, max_restarts=2)
 TPU = TpuVmCluster(target="v6e-8", zone="us-a", setup=[], poll_s=0.05)  # one VM
 TPU = replace(TPU, python="trainer", code=Code.shared, backoff_s=0.01, max_restarts=2)
 
-# Stands for training: notes its place, and does what the next line of $STUB/plan says.
+# This program replaces training. It writes down its ranks, and obeys the next line of
+# $STUB/plan.
 TRAINER = r"""#!/usr/bin/env bash
 me="${FAKE_HOST-}${FAKE_VM-}-${RANK-0}"
 count=$(($(cat "$STUB/count-$me" 2>/dev/null) + 1))
@@ -44,12 +45,12 @@ exit "${what:-0}"
 
 
 class Stage:
-    """Machines, a run of two processes on them, and what came of it."""
+    """Machines, a run of two processes on them, and the results of that run."""
 
     kind: str
     backend: Any
     cluster: Any
-    variable: str  # by which the fake finds its folder
+    variable: str  # the fake finds its folder by this variable
 
     def __init__(self, folder: Path, *starts: object):
         self.fake = folder / "fake"
@@ -70,11 +71,11 @@ class Stage:
         raise NotImplementedError
 
     def cut_off(self) -> Path:
-        """Let no machine answer, as long as this file is there."""
+        """Return a file; no machine answers until it is removed."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """End what runs still."""
+        """End the processes that still run."""
         (self.stub / "finish").touch()
 
     @property
@@ -83,7 +84,7 @@ class Stage:
         return {self.variable: str(self.fake), "STUB": str(self.stub), "PATH": path}
 
     def kept(self, cluster: Any = None, files: Mapping[str, str] = NOTHING) -> Any:
-        """Return a submission that nobody watches."""
+        """Return a recorded submission without a supervisor."""
         cluster = cluster or self.cluster
         rendered = self.backend.render(self.job, cluster)
         submission = write_submission(
@@ -112,7 +113,7 @@ class Stage:
     def later(
         self, holds: Callable[[], object], act: Callable[[], object]
     ) -> threading.Thread:
-        """Act, in another thread, as soon as something holds."""
+        """Act in another thread as soon as the condition holds."""
 
         def run() -> None:
             until(holds)

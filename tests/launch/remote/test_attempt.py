@@ -1,4 +1,4 @@
-"""What watches processes on other machines: `attempt.py`, `subprocesses.py`."""
+"""Attempts that watch remote processes: `attempt.py`, `subprocesses.py`."""
 
 import os
 import signal
@@ -26,9 +26,9 @@ def test_a_signal_ends_a_pause():
     assert not wait(0.01)
     threading.Timer(0.2, lambda: wait.record(signal.SIGTERM)).start()
     assert wait(3600)
-    began = time.monotonic()
-    assert wait(0.3, handled=1)  # waits, and says that one came
-    assert time.monotonic() - began > 0.2
+    start = time.monotonic()
+    assert wait(0.3, handled=1)  # it waits, and reports the signal that had come
+    assert time.monotonic() - start > 0.2
 
 
 @pytest.mark.parametrize(
@@ -40,36 +40,38 @@ def test_a_missing_program_is_named(run, code):
     assert raised.value.code == code
 
 
-def test_what_is_called_has_a_session_of_its_own():
-    """Ctrl-C in the terminal does not reach it."""
+def test_a_tool_runs_in_its_own_session():
+    """Therefore Ctrl-C in the terminal does not reach it."""
     ask = [sys.executable, "-S", "-c", "import os; print(os.getsid(0))"]
     assert int(run_captured(ask)[1]) != os.getsid(0)
 
 
-def test_what_hangs_is_killed_with_all_it_started_and_what_it_said_counts(tmp_path):
-    """As gcloud's ssh to all machines, of which one hangs."""
+def test_a_command_that_hangs_is_killed_with_its_children_and_its_output_counts(
+    tmp_path,
+):
+    """It stands for gcloud's ssh to all machines, one of which hangs."""
     line = f"sleep 600 & echo $! >{tmp_path}/pid; echo said; printf half; wait"
     code, out, _ = run_captured(["bash", "-c", line], timeout_s=4)
     assert (code, out) == (1, b"said\n")
-    started = int((tmp_path / "pid").read_text())
-    until(lambda: not Process.of(started).alive())
+    child = int((tmp_path / "pid").read_text())
+    until(lambda: not Process.of(child).alive())
 
 
 class Scripted:
-    """Hosts that answer by a list, its last entry for good."""
+    """Hosts that give the listed answers, and then repeat the last one."""
 
-    def __init__(self, processes: int, *answers: Mapping[str, State]):
+    def __init__(self, processes: int, *script: Mapping[str, State]):
         self.processes = processes
         self.poll_s = 0.02
-        self._answers = list(answers)
+        self._answers = list(script)
         self.told = []
 
     def ask(self, verb: str, *words: str | int) -> Mapping[str, State]:
         if verb == "signal":
             self.told.append(words)
             return {"a": State("told")}
-        first, *rest = self._answers
-        self._answers = rest or [first]
+        first, *later = self._answers
+        self._answers = later or [first]
         return first
 
     def output(self, skip: int) -> bytes:
@@ -82,7 +84,7 @@ class Scripted:
         return False
 
 
-def watched(hosts: Any, folder: Path) -> Sequence[int | None]:
+def codes_of_attempt(hosts: Any, folder: Path) -> Sequence[int | None]:
     return RemoteAttempt(hosts, folder / "log", lambda wait: True).wait()
 
 
@@ -97,32 +99,34 @@ ABORTED = State("ended", 134)
         ([{"a": RUNS, "b": RUNS}, {"a": DONE, "b": RUNS}, {"b": DONE}], [0, 0]),
         ([{"a": RUNS, "b": RUNS}, {}, {"a": DONE, "b": DONE}], [0, 0]),
         ([{"a": RUNS, "b": RUNS}, {"a": ABORTED, "b": State("lost")}], [134, None]),
-        ([{"a": RUNS, "b": RUNS}, {}], [None, None]),  # silent for long
-        ([{"a": ABORTED}], [134, None]),  # never heard of
+        ([{"a": RUNS, "b": RUNS}, {}], [None, None]),  # both stay silent
+        ([{"a": ABORTED}], [134, None]),  # the second never answers
         (
             [{"a": State("lost"), "b": RUNS}, {"a": RUNS, "b": DONE}, {"a": DONE}],
             [0, 0],
         ),
     ],
 )
-def test_ends(monkeypatch, tmp_path, answers, codes):
+def test_an_attempt_ends_with_the_codes_of_its_processes(
+    monkeypatch, tmp_path, answers, codes
+):
     monkeypatch.setattr(attempt, "LOST_S", 0.3)
     monkeypatch.setattr(attempt, "SILENT_S", 0.2)
     hosts = Scripted(2, *answers)
-    assert watched(hosts, tmp_path) == codes
+    assert codes_of_attempt(hosts, tmp_path) == codes
 
 
-def test_who_is_silent_when_others_have_ended_is_not_waited_for_long(
+def test_a_silent_host_is_not_waited_for_long_once_others_have_ended(
     monkeypatch, tmp_path
 ):
     monkeypatch.setattr(attempt, "SILENT_S", 0.2)
     hosts = Scripted(2, {"a": RUNS, "b": RUNS}, {"a": ABORTED})
-    assert watched(hosts, tmp_path) == [134, None]  # LOST_S are 10 minutes
+    assert codes_of_attempt(hosts, tmp_path) == [134, None]  # LOST_S is 10 minutes
 
 
-def test_those_that_do_not_end_are_killed(monkeypatch, tmp_path):
+def test_processes_that_do_not_end_are_killed(monkeypatch, tmp_path):
     monkeypatch.setattr(attempt, "LAST_SAVE_S", 0.1)
-    many = [{"a": DONE, "b": RUNS}] * 20
-    hosts = Scripted(2, *many, {"a": DONE, "b": State("ended", 137)})
-    assert watched(hosts, tmp_path) == [0, 137]
+    answers = [{"a": DONE, "b": RUNS}] * 20
+    hosts = Scripted(2, *answers, {"a": DONE, "b": State("ended", 137)})
+    assert codes_of_attempt(hosts, tmp_path) == [0, 137]
     assert ("KILL",) in hosts.told

@@ -1,4 +1,4 @@
-"""What run.sh does on a host, and that all that it is told arrives there."""
+"""run.sh on a host: its verbs, and values that must arrive there verbatim."""
 
 import fcntl
 import os
@@ -19,15 +19,15 @@ JOB = Job("job", "gs://a/b", "folder", (), "/root", "/tmp")
 
 
 def run_here(folder: Path, text: str, **more: str) -> str:
-    """Run what `run.sh start` starts, with stubs first on the PATH; return its code."""
+    """Run `run.sh start` with stubs first on the PATH; return the process's code."""
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "run.sh").write_text(text)
     path = f"{folder}/bin:{os.environ['PATH']}"
-    run = ["bash", str(folder / "run.sh"), "start", "0", "1"]
-    subprocess.run(run, env={**os.environ, "PATH": path, **more}, check=True)
-    code = folder / "process-0/code"
-    until(code.exists)
-    return code.read_text().strip()
+    command = ["bash", str(folder / "run.sh"), "start", "0", "1"]
+    subprocess.run(command, env={**os.environ, "PATH": path, **more}, check=True)
+    code_file = folder / "process-0/code"
+    until(code_file.exists)
+    return code_file.read_text().strip()
 
 
 @pytest.mark.parametrize(
@@ -50,30 +50,30 @@ def test_hostile_values_arrive_verbatim(tmp_path, backend, cluster, python):
     assert ("docker" in words) == (cluster.code is Code.image)
 
 
-def test_hostile_values_of_the_environment(tmp_path):
+def test_hostile_values_of_the_environment_arrive_verbatim(tmp_path):
     environment = {f"SAID_{n}": value for n, value in enumerate(VALUES)}
     job = replace(JOB, environment=environment)
     (tmp_path / "bin").mkdir()
     program(tmp_path / "bin/trainer", "#!/bin/sh\nenv -0\n")
     assert run_here(tmp_path, ssh.render(job, SSH).files["run.sh"]) == "0"
-    told = (tmp_path / "process-0/log").read_bytes().decode().split("\0")
-    assert {f"{name}={value}" for name, value in environment.items()} <= {*told}
+    variables = (tmp_path / "process-0/log").read_bytes().decode().split("\0")
+    assert {f"{name}={value}" for name, value in environment.items()} <= {*variables}
 
 
 @pytest.mark.parametrize("had", [True, False])
-def test_secrets_are_fetched_there(tmp_path, had):
+def test_secrets_are_fetched_on_the_host(tmp_path, had):
     cluster = replace(TPU, secrets={"KEY": "it's $HOME"}, project="p")
     (tmp_path / "bin").mkdir()
-    ask = 'printf "%s\\n" "$@" >"$OUT"; echo secret' if had else "exit 78"
-    program(tmp_path / "bin/gcloud", f"#!/bin/sh\n{ask}\n")
+    script = 'printf "%s\\n" "$@" >"$OUT"; echo secret' if had else "exit 78"
+    program(tmp_path / "bin/gcloud", f"#!/bin/sh\n{script}\n")
     program(tmp_path / "bin/trainer", '#!/bin/sh\necho "$KEY"\n')
     text = tpu_vm.render(JOB, cluster).files["run.sh"]
     assert run_here(tmp_path, text, OUT=f"{tmp_path}/asked") == ("0" if had else "1")
     log = (tmp_path / "process-0/log").read_text()
     if had:
         assert log == "secret\n"
-        asked = (tmp_path / "asked").read_text().splitlines()
-        assert asked[-3:] == ["latest", "--secret=it's $HOME", "--project=p"]
+        arguments = (tmp_path / "asked").read_text().splitlines()
+        assert arguments[-3:] == ["latest", "--secret=it's $HOME", "--project=p"]
     else:
         assert log == "a line before training failed\n"
 
@@ -84,5 +84,5 @@ def test_a_signal_that_no_process_receives_is_not_reported(tmp_path):
     (tmp_path / "process-0/pid").write_text("4194305")  # above every system's limit
     with (tmp_path / "process-0/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        signal = ["bash", str(tmp_path / "run.sh"), "signal", "0", "1", "INT"]
-        assert not subprocess.run(signal, capture_output=True, check=True).stdout
+        command = ["bash", str(tmp_path / "run.sh"), "signal", "0", "1", "INT"]
+        assert not subprocess.run(command, capture_output=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""`cluster=ssh` through the door: real training over OpenSSH, two hosts on loopback."""
+"""`cluster=ssh` with real training over OpenSSH, on two hosts of the loopback."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ Host {host}
 
 
 class Servers:
-    """An sshd for each host, with a home of its own."""
+    """One sshd for each host, each with its own home folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -52,26 +52,26 @@ class Servers:
         key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{folder}/key"]
         subprocess.run(key, check=True)
         for host in HOSTS:
-            about = {"host": host, "port": free_port(), "home": folder / host}
+            fields = {"host": host, "port": free_port(), "home": folder / host}
             (folder / host).mkdir()
-            text = SERVER.format(folder=folder, **about)
+            text = SERVER.format(folder=folder, **fields)
             (folder / f"{host}.sshd").write_text(text)
             with (folder / "config").open("a") as config:
-                config.write(CLIENT.format(folder=folder, **about))
+                config.write(CLIENT.format(folder=folder, **fields))
             self.start(host)
 
     def start(self, host: str) -> None:
         sshd = shutil.which("sshd") or "/usr/sbin/sshd"
         config = f"{self.folder}/{host}.sshd"
-        with (self.folder / f"{host}.said").open("ab") as said:
+        with (self.folder / f"{host}.said").open("ab") as log:
             self._running[host] = subprocess.Popen(
-                [sshd, "-D", "-e", "-f", config], stdout=said, stderr=said
+                [sshd, "-D", "-e", "-f", config], stdout=log, stderr=log
             )
         reach = ["ssh", "-F", f"{self.folder}/config", "-o", "BatchMode=yes", host]
         deadline = time.monotonic() + 300
         while subprocess.run([*reach, "true"], capture_output=True).returncode:
-            said = (self.folder / f"{host}.said").read_text()
-            assert time.monotonic() < deadline, said
+            log = (self.folder / f"{host}.said").read_text()
+            assert time.monotonic() < deadline, log
             time.sleep(0.1)
 
     def end(self, host: str) -> None:
@@ -79,7 +79,7 @@ class Servers:
         self._running[host].wait()
 
     def process(self, rank: int) -> int:
-        """Give the process of a rank."""
+        """Return the process id of a rank."""
         [file] = self.folder.glob(f"{HOSTS[rank]}/longhaul/*/process-{rank}/pid")
         return int(file.read_text())
 
@@ -104,10 +104,10 @@ def servers(tmp_path) -> Iterator[Servers]:
 
 
 def test_killed_cut_off_orphaned_stopped_and_resumed(servers, tmp_path):
-    """The curve and the arrays are those of the run that nothing disturbed.
+    """The curve and the arrays equal those of an undisturbed run.
 
-    Until the last command is typed a step takes half a second, else a machine on which
-    commands are slow, and steps are not, has ended the run before.
+    A step takes half a second until the last command. Otherwise the run could end
+    before the commands on a machine where commands are slow and steps are fast.
     """
     quick = tmp_path / "quick"
     kind = (
@@ -130,8 +130,8 @@ def test_killed_cut_off_orphaned_stopped_and_resumed(servers, tmp_path):
     run.await_steps()
     assert "137" in run.verb("status")
 
-    before = [servers.process(rank) for rank in range(2)]
-    servers.end("n1")  # for a while it cannot be reached
+    pids = [servers.process(rank) for rank in range(2)]
+    servers.end("n1")  # the host cannot be reached for a while
     run.await_steps()
     assert "1 processes: no answer" in run.verb("status")
     servers.start("n1")
@@ -140,11 +140,11 @@ def test_killed_cut_off_orphaned_stopped_and_resumed(servers, tmp_path):
     run.verb("resume")
     run.await_that(lambda: (run.submission(2) / "process-0.log").exists())
     run.await_steps()
-    assert [servers.process(rank) for rank in range(2)] == before
+    assert [servers.process(rank) for rank in range(2)] == pids
 
     run.verb("stop")
-    stopped = run.run.step
-    assert run.run.sealed()[-1] == stopped < STEPS
+    stop_step = run.run.step
+    assert run.run.sealed()[-1] == stop_step < STEPS
     assert "130, 130: the last" in run.verb("status")
     quick.touch()
     run.verb("resume")

@@ -15,15 +15,15 @@ from tests.launch.launched import says
 from tests.launch.slurm_stubs import Stubs
 
 
-def test_directives_hold_only_what_was_checked():
-    """No quoting is known to carry these through all versions of sbatch."""
+def test_directives_hold_only_checked_values():
+    """No known quoting carries the other values through all versions of sbatch."""
     for value in VALUES:
         texts = {"partition": value, "account": value, "qos": value}
         cluster = SlurmCluster(**texts, options={"comment": value})
-        wrong = {m.key for m in slurm.mistakes(cluster, "/runs/a")}
-        if wrong:
-            of_all = {f"cluster.{key}" for key in texts} | {"cluster.options.comment"}
-            assert wrong == of_all, value
+        invalid_keys = {m.key for m in slurm.mistakes(cluster, "/runs/a")}
+        if invalid_keys:
+            all_keys = {f"cluster.{key}" for key in texts} | {"cluster.options.comment"}
+            assert invalid_keys == all_keys, value
         else:
             assert not set(value) & set(" \t\r\n\a\"'\\#$`"), value
             lines = job_script(JOB, cluster).splitlines()
@@ -47,29 +47,29 @@ def test_memory_and_cores_are_those_of_the_plan(keys, lines):
     text = job_script(planned, cluster)
     assert lines <= {*text.splitlines()}
     cores = next(w for w in text.splitlines() if "cpus-per-task" in w).split()[-1]
-    assert f"\t{cores}\n" in text  # srun's too
+    assert f"\t{cores}\n" in text  # srun has the same cores
     assert "--mem" not in job_script(JOB, SlurmCluster(gpus_per_node=8))
 
 
-def test_what_is_rendered_for_hand_has_the_paths_of_submit(tmp_path):
-    """Else all runs of a checkout would share one file `stop`."""
+def test_a_rendered_script_has_the_paths_of_submit(tmp_path):
+    """Otherwise all runs of a checkout would share one file `stop`."""
     keys = ["cluster=slurm", "action=render", f"output={tmp_path}/out", "seed=7"]
     folder = tmp_path / "runs/a/launch/1"
     for number in (1, 2):
-        said = says(tmp_path, *keys, "run.name=a")
+        output = says(tmp_path, *keys, "run.name=a")
         script = (tmp_path / "out/job.sh").read_text()
         assert f"\nstop={folder}/stop\n" in script
-        first, _, commands = said.partition("\n")
+        first, _, commands = output.partition("\n")
         assert first.startswith("# No plan was made, because the keys of the cluster ")
         assert commands.startswith(f"mkdir -p {folder}\nsbatch --parsable ")
-        assert said.endswith(f"--output={folder}/job.log {tmp_path}/out/job.sh\n")
+        assert output.endswith(f"--output={folder}/job.log {tmp_path}/out/job.sh\n")
         assert not folder.exists()
-        folder.mkdir(parents=True)  # typed by hand: the next has another folder
+        folder.mkdir(parents=True)  # the next submission then has another folder
         folder = folder.with_name(str(number + 1))
 
 
 @pytest.mark.parametrize(("signal_s", "warned"), [(120, False), (119, True)])
-def test_who_leaves_no_time_to_save_is_told(
+def test_a_signal_too_late_for_a_save_is_warned_of(
     tmp_path, monkeypatch, caplog, signal_s, warned
 ):
     stubs = Stubs(tmp_path)
@@ -82,16 +82,16 @@ def test_who_leaves_no_time_to_save_is_told(
     job = replace(job, staged_bytes=120 * 10**9)
     cluster = SlurmCluster(signal_s=signal_s)
     assert slurm.submit(job, cluster, slurm.render(job, cluster), submission) == 0
-    told = f"Slurm leaves {signal_s} s, but a save takes about 120 s"
-    assert (told in caplog.text) is warned
+    warning = f"Slurm leaves {signal_s} s, but a save takes about 120 s"
+    assert (warning in caplog.text) is warned
 
 
-def test_what_the_queue_says(tmp_path, monkeypatch):
+def test_status_describes_a_job_in_the_queue(tmp_path, monkeypatch):
     stubs = Stubs(tmp_path)
     monkeypatch.setenv("PATH", f"{stubs.bin}:{os.environ['PATH']}")
-    about = "JobId=7 JobName=a-b JobState=PENDING Reason=Priority Partition=debug "
-    about += "StartTime=2030-01-02T03:04:05 Restarts=2 Comment=x JobState=RUNNING\n"
-    (stubs.bin / "scontrol.job").write_text(about)
+    answer = "JobId=7 JobName=a-b JobState=PENDING Reason=Priority Partition=debug "
+    answer += "StartTime=2030-01-02T03:04:05 Restarts=2 Comment=x JobState=RUNNING\n"
+    (stubs.bin / "scontrol.job").write_text(answer)
     job = QueuedJob({"job": "7"})
     assert job.state() == "PENDING"
     assert job.describe() == [

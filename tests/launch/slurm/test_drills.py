@@ -1,4 +1,4 @@
-"""`cluster=slurm`, through the door, with a Slurm of two nodes on this machine."""
+"""`cluster=slurm` as a user types it, with a Slurm of two nodes on this machine."""
 
 import os
 import re
@@ -27,21 +27,22 @@ class SlurmRun(LaunchedRun):
 
     def __init__(self, folder: Path, name: str = "base"):
         super().__init__(folder, "cluster=slurm", "cluster.nodes=2", name=name)
-        path = len(self.arguments) - 2  # by names that no quotes are in
-        self.arguments = (*self.arguments[:path], "data.path=text.txt")
+        # Paths that need no quotes replace the last two arguments.
+        count = len(self.arguments) - 2
+        self.arguments = (*self.arguments[:count], "data.path=text.txt")
         self.arguments += ("data.cache_dir=cache",)
         self.job = ""
 
     def submit(self, *more: str) -> str:
-        said = super().submit(*more)
-        number = re.search(r"^job (\d+);", said, re.MULTILINE)
-        assert number, said
+        output = super().submit(*more)
+        number = re.search(r"^job (\d+);", output, re.MULTILINE)
+        assert number, output
         self.job = number[1]
-        return said
+        return output
 
 
 def test_killed_requeued_stopped_and_resumed(tmp_path):
-    """The curve and the arrays are those of the run that nothing disturbed."""
+    """The curve and the arrays equal those of an undisturbed run."""
     training = SlurmRun(tmp_path / "100 %j's")
     training.submit()
     training.await_steps()
@@ -57,25 +58,25 @@ def test_killed_requeued_stopped_and_resumed(tmp_path):
     training.await_steps()
 
     training.verb("stop")
-    stopped = training.run.step
-    assert training.run.sealed()[-1] == stopped < STEPS
+    stop_step = training.run.step
+    assert training.run.sealed()[-1] == stop_step < STEPS
     third = training.await_attempts(3)
     assert (third["codes"], third["over"]) == ([130, 130], True)
     status = training.verb("status")
-    for said in (f"job {training.job}: failed", "restarts    2", "137: again"):
-        assert said in status
+    for text in (f"job {training.job}: failed", "restarts    2", "137: again"):
+        assert text in status
     assert "crashed with 137 (1 of 10)" in training.verb("logs")
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     run = f'run.dir="{training.run.path}"'
     says(elsewhere, "action=resume", run)
-    said = says(elsewhere, "action=logs", "follow=true", run)
-    assert f"from step {stopped}\n" in said
+    text = says(elsewhere, "action=logs", "follow=true", run)
+    assert f"from step {stop_step}\n" in text
     check_equal(training.run, training.straight(2), STEPS)
 
 
-def test_who_waits_is_told_why(tmp_path):
+def test_status_says_why_a_job_waits(tmp_path):
     training = SlurmRun(tmp_path)
     training.submit(*LONG)
     training.await_steps()
@@ -85,19 +86,19 @@ def test_who_waits_is_told_why(tmp_path):
         *training.arguments, code=78
     )
 
-    other = SlurmRun(tmp_path, "other")
-    other.submit()
-    status = other.verb("status")
-    assert f"job {other.job}: pending, waits: Resources" in status
-    other.verb("stop")
-    status = other.verb("status")
-    assert f"job {other.job}: cancelled" in status
+    queued = SlurmRun(tmp_path, "other")
+    queued.submit()
+    status = queued.verb("status")
+    assert f"job {queued.job}: pending, waits: Resources" in status
+    queued.verb("stop")
+    status = queued.verb("status")
+    assert f"job {queued.job}: cancelled" in status
     training.verb("stop")
     assert training.run.sealed()[-1] == training.run.step
 
 
-def test_a_time_limit(tmp_path):
-    """Slurm warns ahead, up to a minute early; the run saves, and waits for more."""
+def test_a_run_saves_before_its_time_limit_and_is_requeued(tmp_path):
+    """Slurm warns up to a minute early; the run saves, and waits in the queue."""
     training = SlurmRun(tmp_path)
     training.submit("cluster.time=2", "cluster.signal_s=30", *LONG)
     first = training.await_attempts(1)
@@ -109,10 +110,10 @@ def test_a_time_limit(tmp_path):
     assert re.search("pending, waits: BeginTime|running|completing", status), status
     training.verb("stop")
     status = training.verb("status")
-    assert re.search("cancelled|failed", status), status  # it may have begun again
+    assert re.search("cancelled|failed", status), status  # it may have started again
 
 
-# Hears no SIGTERM, as in a save that takes too long; its next start ends at once.
+# It ignores SIGTERM, like a save that takes too long; its next start ends at once.
 TOO_LONG = """#!/bin/sh
 [ -z "$SLURM_RESTART_COUNT" ] || exit 0
 trap '' TERM
@@ -120,16 +121,16 @@ exec sleep 3600
 """
 
 
-def test_a_save_longer_than_a_time_limit_leaves_is_not_the_end(tmp_path):
-    """Slurm kills all of it, the script too; the job is in the queue by then."""
+def test_a_run_killed_at_its_time_limit_during_a_save_is_requeued(tmp_path):
+    """Slurm kills the whole job with its script, which has requeued it by then."""
     training = SlurmRun(tmp_path)
     python = tmp_path / "python"
     python.write_text(TOO_LONG)
     python.chmod(0o755)
     training.submit("cluster.time=1", f"cluster.python={python}")
     assert "in the queue again" in training.verb("logs", "follow=true")
-    ended = training.await_attempts(1)
-    assert (ended["verdict"], ended["codes"]) == ("done", [0, 0])
+    attempt = training.await_attempts(1)
+    assert (attempt["verdict"], attempt["codes"]) == ("done", [0, 0])
     assert "restarts    1" in training.verb("status")
 
 
@@ -145,22 +146,22 @@ def test_cancelled_for_a_job_of_a_higher_priority(tmp_path):
     assert "restarts    1" in training.verb("status")
 
 
-def test_what_another_start_would_not_mend_is_not_started_again(tmp_path):
+def test_a_failure_that_a_restart_cannot_mend_is_final(tmp_path):
     training = SlurmRun(tmp_path)
     training.submit("data.path=gone.txt", "cluster.code=archive")
-    said = training.verb("logs", "follow=true")
-    assert "code: " in said  # unpacked
-    assert "gone.txt" in said
-    ended = training.await_attempts(1)
-    assert (set(ended["codes"]), ended["over"]) == ({65}, True)
+    logs = training.verb("logs", "follow=true")
+    assert "code: " in logs  # the archive was unpacked
+    assert "gone.txt" in logs
+    attempt = training.await_attempts(1)
+    assert (set(attempt["codes"]), attempt["over"]) == ({65}, True)
     status = training.verb("status")
     assert f"job {training.job}: failed" in status
 
 
-def test_what_slurm_refuses(tmp_path):
+def test_a_refusal_by_slurm_is_shown(tmp_path):
     training = SlurmRun(tmp_path)
-    said = training.says(*training.arguments, "cluster.partition=nosuch", code=1)
-    assert "sbatch: " in said
-    assert "invalid partition" in said
+    output = training.says(*training.arguments, "cluster.partition=nosuch", code=1)
+    assert "sbatch: " in output
+    assert "invalid partition" in output
     status = training.verb("status")
     assert "sbatch did not take it" in status

@@ -1,4 +1,4 @@
-"""The job script of Slurm, executed with stubs of its commands."""
+"""The job script of Slurm, executed with stubs of Slurm's commands."""
 
 import json
 import random
@@ -23,7 +23,7 @@ def stubs(tmp_path) -> Stubs:
     return Stubs(tmp_path)
 
 
-def rendered(folder: Path, tasks: int = 2, **keys) -> str:
+def render_script(folder: Path, tasks: int = 2, **keys) -> str:
     job = Job("a-b", str(folder), str(folder), ("x=1",), "/code", "/work")
     keys = {"python": "python", "nodes": tasks, **keys}
     return job_script(job, SlurmCluster(**keys))
@@ -37,40 +37,42 @@ MIXTURES = [
 
 
 @pytest.mark.parametrize("codes", MIXTURES, ids=str)
-def test_it_judges_as_the_policy_does(stubs, tmp_path, codes):
+def test_the_script_judges_codes_as_the_policy_does(stubs, tmp_path, codes):
     verdict, code = judge(codes)
-    text = rendered(tmp_path, len(codes), backoff_s=7.0)
+    text = render_script(tmp_path, len(codes), backoff_s=7.0)
     assert stubs.attempt(text, codes) == code
     requeue = ["requeue 7"] * (verdict in (Verdict.again, Verdict.crashed))
     later = f"update JobId=7 StartTime=now+{backoff(1, 7.0):.0f}"
     assert stubs.told() == [*requeue, *[later] * (verdict is Verdict.crashed)]
     (line,) = (tmp_path / "attempts.jsonl").read_text().splitlines()
-    noted = json.loads(line)
-    assert (noted["verdict"], noted["codes"]) == (verdict, codes)
-    assert noted["over"] == (not requeue)
+    record = json.loads(line)
+    assert (record["verdict"], record["codes"]) == (verdict, codes)
+    assert record["over"] == (not requeue)
 
 
-def supervised(attempts, max_restarts: int, folder: Path) -> tuple[int, int]:
-    """Give the exit code, and how many attempts there were."""
-    left = [list(attempt) for attempt in attempts]
+def run_supervisor(attempts, max_restarts: int, folder: Path) -> tuple[int, int]:
+    """Return the exit code of the supervisor and the number of attempts."""
+    remaining = [list(attempt) for attempt in attempts]
     steps = [step for codes, step in attempts if judge(codes)[0] is Verdict.crashed]
     code = Supervisor(
-        start=lambda: Played(left.pop(0)[0]),
+        start=lambda: Played(remaining.pop(0)[0]),
         read_step=lambda: steps.pop(0),
         max_restarts=max_restarts,
         backoff_s=0,
         diary=folder / "supervised.jsonl",
     ).run()
-    return code, len(attempts) - len(left)
+    return code, len(attempts) - len(remaining)
 
 
-def a_story(number: int):
-    """Crashes at a few steps, and ends that do not count among them."""
-    dice = random.Random(number)
-    crash = ([1], [137], [139])
-    free = ([42], [134], [75])
-    ends = [dice.choice(crash if dice.random() < 0.75 else free) for _ in range(8)]
-    return [(codes, dice.choice([None, 5, 5, 5, 9])) for codes in ends] + [([0], 9)]
+def random_attempts(seed: int):
+    """Return crashes at a few steps, mixed with interruptions that do not count."""
+    rng = random.Random(seed)
+    crashes = ([1], [137], [139])
+    interruptions = ([42], [134], [75])
+    outcomes = [
+        rng.choice(crashes if rng.random() < 0.75 else interruptions) for _ in range(8)
+    ]
+    return [(codes, rng.choice([None, 5, 5, 5, 9])) for codes in outcomes] + [([0], 9)]
 
 
 @pytest.mark.parametrize(
@@ -79,16 +81,16 @@ def a_story(number: int):
         ([([1], 5), ([1], 5), ([1], 5), ([0], 9)], 10),
         ([([1], 0), ([42], 0), ([1], 0), ([1], 0), ([0], 9)], 10),
         ([([1], None)] * 4 + [([0], 9)], 3),
-        *((a_story(number), 5) for number in range(6)),
+        *((random_attempts(number), 5) for number in range(6)),
     ],
 )
-def test_it_counts_as_the_supervisor_does(
+def test_the_script_counts_restarts_as_the_supervisor_does(
     stubs, tmp_path, monkeypatch, attempts, max_restarts
 ):
     monkeypatch.setattr("launch.supervisor._PAUSE_S", 0.0)
     monkeypatch.setattr("launch.supervisor._OWNED_PAUSE_S", 0.0)
-    expected = supervised(attempts, max_restarts, tmp_path)
-    text = rendered(tmp_path, 1, max_restarts=max_restarts, backoff_s=0.0)
+    expected = run_supervisor(attempts, max_restarts, tmp_path)
+    text = render_script(tmp_path, 1, max_restarts=max_restarts, backoff_s=0.0)
     for number, (codes, step) in enumerate(attempts, start=1):
         code = stubs.attempt(text, codes, step, SLURM_RESTART_COUNT=str(number - 1))
         if not stubs.told():
@@ -99,15 +101,15 @@ def test_it_counts_as_the_supervisor_does(
 NOW = "2030-01-02T03:04:05"
 
 
-def test_a_killed_shell_counts_as_srun_tells_it(stubs, tmp_path):
-    assert stubs.attempt(rendered(tmp_path), [None, 134]) == 137
-    assert len(stubs.told()) == 2  # a crash: a lost node is Slurm's own affair
+def test_a_killed_shell_counts_as_a_crash(stubs, tmp_path):
+    assert stubs.attempt(render_script(tmp_path), [None, 134]) == 137
+    assert len(stubs.told()) == 2  # requeue and delay; Slurm itself handles a lost node
 
 
 @pytest.mark.parametrize(
     ("job", "codes", "told", "over"),
     [
-        (("COMPLETING", "None", 1), [137, 134], [], False),  # put back by Slurm
+        (("COMPLETING", "None", 1), [137, 134], [], False),  # requeued by Slurm
         (("COMPLETING", "None", 1, NOW), [42, 42], [], False),
         (("COMPLETING", "None", 0), [42, 42], [], True),  # cancelled
         (("COMPLETING", "None", 0), [0, 0], [], True),
@@ -117,18 +119,20 @@ def test_a_killed_shell_counts_as_srun_tells_it(stubs, tmp_path):
         (("RUNNING", "None", 0), [42, 42], ["requeue 7"], False),
     ],
 )
-def test_what_slurm_does_is_left_to_it(stubs, tmp_path, job, codes, told, over):
+def test_the_script_requeues_unless_slurm_has_decided(
+    stubs, tmp_path, job, codes, told, over
+):
     stubs.slurm_says(*job)
-    code = stubs.attempt(rendered(tmp_path), codes)
+    code = stubs.attempt(render_script(tmp_path), codes)
     assert (code, stubs.told()) == (judge(codes)[1], told)
     (line,) = (tmp_path / "attempts.jsonl").read_text().splitlines()
     assert json.loads(line)["over"] == over
-    (said,) = describe_attempts(tmp_path / "attempts.jsonl")
-    assert said.endswith("the last" if over else "again")
+    (description,) = describe_attempts(tmp_path / "attempts.jsonl")
+    assert description.endswith("the last" if over else "again")
 
 
-def test_what_was_asked_to_stop_does_not_go_on(stubs, tmp_path):
-    text = rendered(tmp_path)
+def test_a_job_asked_to_stop_is_not_requeued(stubs, tmp_path):
+    text = render_script(tmp_path)
     stubs.program("srun", f"touch {tmp_path}/stop\n{SRUN}")
     assert stubs.attempt(text, [42, 42]) == 42
     assert stubs.told() == []
@@ -140,15 +144,15 @@ def test_what_was_asked_to_stop_does_not_go_on(stubs, tmp_path):
     ("codes", "nodes", "excluded"),
     [
         ([134, 137], "n0 n1 n2", "n1"),
-        ([1, 1], "n0 n1 n2", None),  # everywhere: that is the program
-        ([134, 137], "n0 n1", None),  # none could take its place
+        ([1, 1], "n0 n1 n2", None),  # all nodes failed, so the program is at fault
+        ([134, 137], "n0 n1", None),  # no spare node exists
         ([42, 134], "n0 n1 n2", None),
-        ([134, None], "n0 n1 n2", "n1"),  # killed with its shell
+        ([134, None], "n0 n1 n2", "n1"),  # a process was killed with its shell
     ],
 )
 def test_a_node_that_failed_is_avoided(stubs, tmp_path, codes, nodes, excluded):
     stubs.program("sinfo", f"printf '%s\\n' {nodes} n0")
-    text = rendered(tmp_path)
+    text = render_script(tmp_path)
     more = {"SLURM_JOB_NUM_NODES": "2"}
     stubs.attempt(text, codes, SLURM_JOB_PARTITION="p", **more)
     updates = [line for line in stubs.told() if "ExcNodeList" in line]
@@ -158,36 +162,36 @@ def test_a_node_that_failed_is_avoided(stubs, tmp_path, codes, nodes, excluded):
     assert updates == ["update JobId=7 ExcNodeList="] * bool(excluded)
 
 
-def test_nodes_that_a_user_chose_stay_chosen(stubs, tmp_path):
+def test_a_users_choice_of_nodes_is_kept(stubs, tmp_path):
     stubs.program("sinfo", "printf '%s\\n' n0 n1 n2 n3")
     more = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_PARTITION": "p"}
-    both = rendered(tmp_path, options={"exclude": "n3"})
-    stubs.attempt(both, [134, 137], **more)
+    text = render_script(tmp_path, options={"exclude": "n3"})
+    stubs.attempt(text, [134, 137], **more)
     assert "update JobId=7 ExcNodeList=n3,n1" in stubs.told()
     for options in ({"exclude": "n3,n4", "constraint": "ib"}, {"nodelist": "n[0-3]"}):
-        stubs.attempt(rendered(tmp_path, options=options), [134, 137], **more)
+        stubs.attempt(render_script(tmp_path, options=options), [134, 137], **more)
         assert not [line for line in stubs.told() if "ExcNodeList" in line]
 
 
-def test_a_queue_that_takes_nothing_back(stubs, tmp_path):
+def test_a_failed_requeue_is_reported(stubs, tmp_path):
     stubs.program("scontrol", f"[[ $1 != requeue ]] || exit 1\n{SCONTROL}")
     (stubs.bin / "python.codes").write_text("42 42")
-    done = stubs.run(rendered(tmp_path))
-    assert done.returncode == 42
-    assert "submit it again with action=resume" in done.stderr
+    result = stubs.run(render_script(tmp_path))
+    assert result.returncode == 42
+    assert "submit it again with action=resume" in result.stderr
 
 
 def test_a_signal_to_the_script_does_not_end_it(stubs, tmp_path):
     stubs.program("srun", f"kill -TERM $PPID\nsleep 0.3\nkill -CONT $PPID\n{SRUN}")
-    assert stubs.attempt(rendered(tmp_path), [42, 42]) == 42
+    assert stubs.attempt(render_script(tmp_path), [42, 42]) == 42
     assert stubs.told() == ["requeue 7"]
 
 
-# What Slurm says once it has been asked to put the job back.
+# After a requeue, Slurm reports one more restart of the job.
 REQUEUED = """
 [[ $1 != requeue ]] || sed -i s/Restarts=0/Restarts=1/ "$0.job"
 """
-# A time limit passes: the script is told, and a while later all are killed.
+# A time limit passes: Slurm signals the script, and later kills all processes.
 TIME_LIMIT = """
 said=${0%/*}/scontrol
 sed -i 's/RUNNING Reason=None/COMPLETING Reason=TimeLimit/' "$said.job"
@@ -200,23 +204,23 @@ done
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_save_longer_than_what_slurm_waits_is_not_the_end(stubs, tmp_path, killed):
-    """It is back in the queue before the kill, and once only if no kill was needed."""
+def test_a_job_killed_during_a_long_save_is_requeued(stubs, tmp_path, killed):
+    """The job is requeued before the kill, and only once if no kill was needed."""
     stubs.program("scontrol", REQUEUED + SCONTROL)
     kill = "kill -KILL $PPID; exit\n" * killed
     stubs.program("srun", f"looks=300{TIME_LIMIT}{kill}{SRUN}")
-    code = stubs.attempt(rendered(tmp_path), [42, 42])
+    code = stubs.attempt(render_script(tmp_path), [42, 42])
     assert (code, stubs.told()) == (-9 if killed else 42, ["requeue 7"])
     if not killed:
         (line,) = (tmp_path / "attempts.jsonl").read_text().splitlines()
-        noted = json.loads(line)
-        assert (noted["verdict"], noted["over"]) == ("again", False)
+        record = json.loads(line)
+        assert (record["verdict"], record["over"]) == ("again", False)
 
 
-def test_a_time_limit_puts_nothing_back_that_was_asked_to_stop(stubs, tmp_path):
+def test_a_time_limit_does_not_requeue_a_job_asked_to_stop(stubs, tmp_path):
     stop = f"touch {tmp_path}/stop\nlooks=10"
     stubs.program("srun", f"{stop}{TIME_LIMIT}{SRUN}")
-    assert stubs.attempt(rendered(tmp_path), [42, 42]) == 42
+    assert stubs.attempt(render_script(tmp_path), [42, 42]) == 42
     assert stubs.told() == []
 
 
@@ -226,24 +230,24 @@ def test_values_arrive_verbatim(stubs, tmp_path):
     overrides = tuple(hydra_text("tracker.wandb.project", value) for value in VALUES)
     variables = {f"V{number}": value for number, value in enumerate(VALUES)}
     job = Job("a-b", folder, folder, overrides, "/code", folder, variables)
-    keep = [f"[[ $V{number} == {shell([v])} ]]" for number, v in enumerate(VALUES)]
-    srun = "\n".join(f"{line} || exit 9" for line in keep) + SRUN
+    checks = [f"[[ $V{number} == {shell([v])} ]]" for number, v in enumerate(VALUES)]
+    srun = "\n".join(f"{line} || exit 9" for line in checks) + SRUN
     stubs.program("srun", srun)
-    out = slurm.render(job, SlurmCluster(python="python", container_image="a:b c"))
-    done = stubs.run(out.files["job.sh"])
-    assert done.returncode == 0, done.stderr
+    script = slurm.render(job, SlurmCluster(python="python", container_image="a:b c"))
+    result = stubs.run(script.files["job.sh"])
+    assert result.returncode == 0, result.stderr
     assert printed(stubs.bin) == [["-P", "-m", "train", *overrides]]
     assert (Path(folder) / "attempts.jsonl").exists()
-    assert out.command[3] == f"--output={folder.replace('%', '%%')}/job.log"
+    assert script.command[3] == f"--output={folder.replace('%', '%%')}/job.log"
     argument_printer(stubs.folder / "sbatch", "sbatch")
     stubs.bin = stubs.folder / "sbatch"
-    stubs.run(shell(out.command))
-    assert printed(stubs.bin) == [list(out.command[1:])]
+    stubs.run(shell(script.command))
+    assert printed(stubs.bin) == [list(script.command[1:])]
 
 
-def test_names_that_do_not_resolve(stubs, tmp_path):
+def test_an_address_replaces_a_name_that_does_not_resolve(stubs, tmp_path):
     show = 'python() { echo "$JAX_COORDINATOR_ADDRESS"; }\nexport -f python\n'
     for first, address in (("localhost", "localhost"), ("no.such.host.", "10.0.0.7")):
         stubs.program("python", f'echo "$JAX_COORDINATOR_ADDRESS" >{tmp_path}/address')
-        stubs.run(show + rendered(tmp_path, 1), first=first, SLURM_JOB_ID="24007")
+        stubs.run(show + render_script(tmp_path, 1), first=first, SLURM_JOB_ID="24007")
         assert (tmp_path / "address").read_text() == f"{address}:20007\n"

@@ -32,18 +32,26 @@ def test_gradients_of_packed_documents_are_those_of_each_alone():
     tokens = tiny.tokens(1, 8)
     weights = np.linspace(1, 2, 8)[None, :, None]
 
-    def gradients(here, documents):
+    def gradients(columns, documents):
         def loss(params):
-            logits = tiny.logits(params, tokens[:, here], POSITIONS[:, here], documents)
-            return jnp.sum(weights[:, here].astype(np.float32) * jnp.sin(logits))
+            logits = tiny.logits(
+                params, tokens[:, columns], POSITIONS[:, columns], documents
+            )
+            return jnp.sum(weights[:, columns].astype(np.float32) * jnp.sin(logits))
 
         return jax.grad(loss)(tiny.params)
 
     packed = gradients(np.arange(8), jnp.asarray(DOCUMENTS))
-    alone = [gradients(np.flatnonzero(DOCUMENTS[0] == n), None) for n in (1, 2, 3)]
-    expected = jax.tree.map(lambda *grads: sum(grads), *alone)
-    for found, right in zip(*map(jax.tree.leaves, (packed, expected)), strict=True):
-        np.testing.assert_allclose(found, right, atol=1e-5 * np.abs(right).max())
+    grads_by_document = [
+        gradients(np.flatnonzero(DOCUMENTS[0] == n), None) for n in (1, 2, 3)
+    ]
+    expected = jax.tree.map(lambda *grads: sum(grads), *grads_by_document)
+    for grad, expected_grad in zip(
+        *map(jax.tree.leaves, (packed, expected)), strict=True
+    ):
+        np.testing.assert_allclose(
+            grad, expected_grad, atol=1e-5 * np.abs(expected_grad).max()
+        )
 
 
 def test_prompts_of_all_lengths_are_cached_in_several_calls():
@@ -63,13 +71,13 @@ def test_prompts_of_all_lengths_are_cached_in_several_calls():
     cache = abstract_gpt(tiny.config, MODEL_PARTS).empty_cache(
         3, length, tiny.execution, first_B
     )
-    parts = []
+    logits_by_call = []
     for call in (slice(0, 4), slice(4, 7), slice(7, 8)):
         logits, cache = extend(cache, tokens[:, call], positions[:, call])
-        parts.append(logits)
-    found = np.concatenate(parts, axis=1)
+        logits_by_call.append(logits)
+    actual = np.concatenate(logits_by_call, axis=1)
     for row, first in enumerate(first_B.tolist()):
-        alone = tokens[row : row + 1, first:]
+        prompt = tokens[row : row + 1, first:]
         steps = np.arange(length - first)[None]
-        expected = tiny.logits(tiny.params, alone, steps, None)[0]
-        np.testing.assert_allclose(found[row, first:], expected, atol=5e-6)
+        expected = tiny.logits(tiny.params, prompt, steps, None)[0]
+        np.testing.assert_allclose(actual[row, first:], expected, atol=5e-6)

@@ -1,4 +1,4 @@
-"""The commands with keys of their own, each with the dataclass of its keys."""
+"""List the commands that have their own keys, with the dataclass of these keys."""
 
 from data.inspect import InspectConfig
 from data.prepare_config import PrepareConfig

@@ -1,4 +1,4 @@
-"""A program behind a command line, run in this process or its own."""
+"""These fixtures run a program in this process or in its own."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ Result = subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch) -> Iterator[Path]:
-    """Work in an empty folder; afterwards that must be empty still."""
+    """Work in an empty folder, which must still be empty after the test."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     yield tmp_path
@@ -51,7 +51,7 @@ def here(tmp_path: Path, monkeypatch) -> Iterator[Path]:
 
 @pytest.fixture
 def process(here: Path) -> Callable[..., Result]:
-    """Run the program in a process of its own."""
+    """Return a function that runs the program in its own process."""
     (here / "code").mkdir()
     (here / "code" / "program.py").write_text(PROGRAM)
     path = os.pathsep.join([str(REPOSITORY), str(here / "code")])
@@ -65,19 +65,21 @@ def process(here: Path) -> Callable[..., Result]:
 
 @pytest.fixture
 def run(here: Path, monkeypatch, capsys) -> Callable[..., Result]:
-    """Run the program, or another command, in this process."""
+    """Return a function that runs the program, or another command, in this process."""
     program = dict[str, Any](__name__="program")
     exec(PROGRAM, program)
 
-    def ended(*arguments: str, of: tuple[Any, ...] = (program["main"],)) -> Result:
+    def run_here(
+        *arguments: str, command: tuple[Any, ...] = (program["main"],)
+    ) -> Result:
         monkeypatch.setattr(sys, "argv", ["program", *arguments])
         with pytest.raises(SystemExit) as exit_:
-            run_command(*of)
+            run_command(*command)
         code = exit_.value.code or 0
         assert isinstance(code, int)
         return Result([], code, *capsys.readouterr())
 
-    return ended
+    return run_here
 
 
 def entry(result: subprocess.CompletedProcess[str], title: str) -> str:

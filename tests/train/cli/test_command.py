@@ -1,4 +1,4 @@
-"""The command line as its users meet it."""
+"""Users run programs, presets and sweeps through the command line."""
 
 import re
 
@@ -11,7 +11,7 @@ from train.cli.rules import must_name_run
 from train.sample.__main__ import SampleConfig
 
 
-def test_a_preset_of_the_users_own_runs(run, process, tmp_path):
+def test_a_preset_of_the_user_can_be_run(run, process, tmp_path):
     folder = tmp_path / "presets" / "experiment"
     folder.mkdir(parents=True)
     text = "# @package _global_\ndefaults: [{override /model: gpt2_124m}]\nseed: 7\n"
@@ -25,16 +25,18 @@ def test_a_preset_of_the_users_own_runs(run, process, tmp_path):
     assert (result.returncode, result.stdout.count("num_layers: 12")) == (0, 2)
 
 
-def test_the_command_line_has_the_last_word(run):
+def test_the_command_line_overrides_presets(run):
     result = run("experiment=shakespeare_cpu", "data.path=x.txt", "model.num_layers=2")
     assert result.returncode == 0
     assert "num_layers: 2\n" in result.stdout
     assert "learning_rate: 0.001\n" in result.stdout
-    added = ("+mesh.activations.layers=null", "+mesh.params.batch=data")
-    result = run(*added, "~mesh.params.batch", "mesh.params.vocab=null", "run.name=5")
+    additions = ("+mesh.activations.layers=null", "+mesh.params.batch=data")
+    result = run(
+        *additions, "~mesh.params.batch", "mesh.params.vocab=null", "run.name=5"
+    )
     assert result.returncode == 0
     assert "name: '5'" in result.stdout
-    assert result.stdout.count("vocab: tensor") == 1  # of activations
+    assert result.stdout.count("vocab: tensor") == 1  # only activations have it
     assert "batch: data" not in result.stdout
 
 
@@ -51,7 +53,7 @@ def test_exit_codes(run, code: int, text: str):
 
 
 def test_cfg_shows_every_key_and_runs_nothing(run):
-    result = run("--cfg", "job", "train.num_steps=7")  # below the warm-up: only shown
+    result = run("--cfg", "job", "train.num_steps=7")  # it is below the warm-up
     assert result.returncode == 0
     assert "pid" not in result.stdout
     for line in ("accumulation_steps: 1", "tokenizer_sha256: null", "num_steps: 7"):
@@ -80,12 +82,12 @@ def test_a_sweep_runs_each_job_in_its_own_process_and_survives_failures(process)
 
 
 def test_commands_on_a_run(run):
-    of = (print, "sample", SampleConfig, must_name_run)
-    result = run("run.name=r", "prompt='a b'", of=of)
+    command = (print, "sample", SampleConfig, must_name_run)
+    result = run("run.name=r", "prompt='a b'", command=command)
     assert result.returncode == 0
     assert result.stdout.startswith("SampleConfig")
-    assert "python -m train.sample" in run("--help", of=of).stdout
-    result = run("top_k=x", "model=gpt_nano", of=of)
+    assert "python -m train.sample" in run("--help", command=command).stdout
+    result = run("top_k=x", "model=gpt_nano", command=command)
     assert result.returncode == 78
     for key in ("top_k", "model", "run.dir"):
         assert f"\n  {key} = " in result.stderr
@@ -93,15 +95,15 @@ def test_commands_on_a_run(run):
 
 def test_several_trackers_are_chosen_at_once(run):
     def enabled(*arguments: str) -> dict[str, bool]:
-        shown = yaml.safe_load(run(*arguments, "--cfg", "job").stdout)
-        return {name: it["enabled"] for name, it in shown["tracker"].items()}
+        config = yaml.safe_load(run(*arguments, "--cfg", "job").stdout)
+        return {name: section["enabled"] for name, section in config["tracker"].items()}
 
-    only = dict.fromkeys(("wandb", "tensorboard", "mlflow"), False)
-    assert enabled() == only | {"wandb": True}
-    assert enabled("tracker=none") == only
-    assert enabled("tracker=tensorboard") == only | {"tensorboard": True}
-    both = enabled("tracker=[mlflow,wandb]", "tracker.wandb.project=x")
-    assert both == only | {"mlflow": True, "wandb": True}
+    none_enabled = dict.fromkeys(("wandb", "tensorboard", "mlflow"), False)
+    assert enabled() == none_enabled | {"wandb": True}
+    assert enabled("tracker=none") == none_enabled
+    assert enabled("tracker=tensorboard") == none_enabled | {"tensorboard": True}
+    two_trackers = enabled("tracker=[mlflow,wandb]", "tracker.wandb.project=x")
+    assert two_trackers == none_enabled | {"mlflow": True, "wandb": True}
 
 
 def test_hydra_and_omegaconf_stay_where_they_belong():
@@ -115,18 +117,18 @@ def test_hydra_and_omegaconf_stay_where_they_belong():
 def test_a_table_of_sections_is_set_as_a_whole(run):
     sources = "data.sources={web: {path: a, weight: 0.8}, code: {path: b, epochs: 4}}"
     change = "data.weight_changes=[{step: 9, weights: {web: 1}}]"
-    shown = run("data=mixture", sources, change, "--cfg", "job")
-    assert shown.returncode == 0, shown.stderr
-    config = yaml.safe_load(shown.stdout)["data"]
+    result = run("data=mixture", sources, change, "--cfg", "job")
+    assert result.returncode == 0, result.stderr
+    config = yaml.safe_load(result.stdout)["data"]
     assert config["sources"]["web"] == {"path": "a", "weight": 0.8, "epochs": None}
     assert config["sources"]["code"] == {"path": "b", "weight": 1.0, "epochs": 4.0}
     assert config["weight_changes"] == [{"step": 9, "weights": {"web": 1.0}}]
     web = "data.sources={web: {path: a, weights: 2, epochs: x}, b: 3}"
-    wrong = run("data=mixture", web)
+    mistakes = run("data=mixture", web)
     for title, rule in (
         ("data.sources.web.weights = 2", "did you mean data.sources.web.weight"),
         ("data.sources.web.epochs = x", "must be a number, or null"),
         ("data.sources.b = 3", "section"),
     ):
-        assert rule in entry(wrong, title)
-    assert wrong.stderr.startswith("3 mistakes")
+        assert rule in entry(mistakes, title)
+    assert mistakes.stderr.startswith("3 mistakes")

@@ -1,4 +1,4 @@
-"""The help of each command says what one needs, and no more."""
+"""The help of each command lists its own keys, flags and exit codes."""
 
 import re
 from dataclasses import fields
@@ -28,14 +28,14 @@ SHOWN = dict[str, str]()  # the help of each case, which takes a second to compo
 
 @pytest.fixture
 def shown(run):
-    """Return a function from a case to the help with single spaces."""
+    """Return a function that returns the help of a case, with single spaces."""
 
-    def shown(name: str, *more: str) -> str:
-        if not more and name in SHOWN:
+    def shown(name: str, *arguments: str) -> str:
+        if not arguments and name in SHOWN:
             return SHOWN[name]
         schema, choices = CASES[name]
-        of = (print, name.split()[0], schema, lambda config: [], choices)
-        result = run("--help", *more, of=of)
+        command = (print, name.split()[0], schema, lambda config: [], choices)
+        result = run("--help", *arguments, command=command)
         assert (result.returncode, result.stderr) == (0, "")
         SHOWN[name] = " ".join(result.stdout.split())
         return SHOWN[name]
@@ -52,9 +52,9 @@ def test_each_key_is_listed_with_its_sentence(shown, name):
         if extends and key.split(".")[0] in TRAINING:
             continue
         if meaning := meaning_of(schema, key):
-            before, found, _ = text.partition(f" {meaning} ")
-            assert found, key
-            assert f" {key}" in before
+            preceding_text, match, _ = text.partition(f" {meaning} ")
+            assert match, key
+            assert f" {key}" in preceding_text
     assert ("python -m train --help lists the keys" in text) is extends
 
 
@@ -93,7 +93,7 @@ def test_defaults_are_those_of_the_commands_presets(shown):
     assert " model.num_layers=4 " in text
 
 
-def test_help_begins_with_what_one_needs(shown, run):
+def test_help_begins_with_the_essentials(shown, run):
     head = run("--help").stdout.partition("\nKeys, ")[0]
     assert len(head.splitlines()) <= 50
     for text in ("python -m train ", "mesh: auto, ddp", "Examples:"):

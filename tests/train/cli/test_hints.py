@@ -1,4 +1,4 @@
-"""Hints for unknown keys: the right one, or none. GOLDEN=1 renews the table."""
+"""A hint for an unknown key is right or absent. GOLDEN=1 renews the table."""
 
 import os
 import random
@@ -22,8 +22,8 @@ def table() -> str:
     rows = [HEAD]
     for setting in SETTINGS:
         cells = [code(getattr(setting, trainer)) for trainer in TRAINERS]
-        here = ": ".join(filter(None, [code(setting.keys), setting.note]))
-        rows.append(f"| {' | '.join([*cells, here])} |".replace("<", "&lt;"))
+        own_cell = ": ".join(filter(None, [code(setting.keys), setting.note]))
+        rows.append(f"| {' | '.join([*cells, own_cell])} |".replace("<", "&lt;"))
     return "\n".join(rows) + "\n"
 
 
@@ -74,15 +74,15 @@ def test_a_name_without_a_counterpart_gets_no_hint(name):
 
 
 def test_misspelt_keys_are_found():
-    """Of 150 keys with a wrong letter, 147 are found, and one may be mistaken."""
-    drawn = random.Random(0)
-    found = 0
-    mistaken = []
+    """The hints find 147 of 150 misspelt keys, and at most one hint is wrong."""
+    rng = random.Random(0)
+    num_found = 0
+    wrong_hints = []
     long_keys = [key for key in KEYS if len(key.rpartition(".")[2]) > 4]
     for _ in range(150):
-        key = drawn.choice(long_keys)
-        i = drawn.randrange(key.rfind(".") + 1, len(key) - 1)
-        typed = drawn.choice(
+        key = rng.choice(long_keys)
+        i = rng.randrange(key.rfind(".") + 1, len(key) - 1)
+        name = rng.choice(
             [
                 key[:i] + key[i + 1 :],
                 f"{key[:i]}x{key[i + 1 :]}",
@@ -90,13 +90,13 @@ def test_misspelt_keys_are_found():
                 f"{key[:i]}q{key[i:]}",
             ]
         )
-        typed = typed.rpartition(".")[2] if drawn.random() < 0.4 else typed
-        hints = [typed] if typed in KEYS else unknown_key(Config, typed, 1).related
-        found += key in hints or typed in KEYS
-        if hints and key not in hints and typed not in KEYS:
-            mistaken.append((typed, key, hints))
-    assert len(mistaken) <= 1, mistaken
-    assert found >= 147
+        name = name.rpartition(".")[2] if rng.random() < 0.4 else name
+        hints = [name] if name in KEYS else unknown_key(Config, name, 1).related
+        num_found += key in hints or name in KEYS
+        if hints and key not in hints and name not in KEYS:
+            wrong_hints.append((name, key, hints))
+    assert len(wrong_hints) <= 1, wrong_hints
+    assert num_found >= 147
 
 
 def test_a_common_word_is_not_taken_from_another_section():

@@ -1,4 +1,4 @@
-"""A process ends when it is done, whatever threads libraries have left behind."""
+"""A process ends when it is done, even if threads of libraries never end."""
 
 import subprocess
 import sys
@@ -7,7 +7,8 @@ import pytest
 
 from tests.fleet import REPOSITORY
 
-# The door, with a thread that never ends, beside one that Python's own pool waits for.
+# The training command runs with a thread that never ends. Python waits at exit for
+# such a thread, and for one of a pool.
 STUCK = """
 import atexit, runpy, sys, threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,15 +28,15 @@ runpy.run_module("train", run_name="__main__")
 
 
 @pytest.mark.parametrize("stuck", ["none", "thread", "pool"])
-def test_threads_that_never_end_change_neither_the_exit_code_nor_what_is_said(stuck):
-    ended = subprocess.run(
+def test_threads_that_never_end_change_neither_the_exit_code_nor_the_output(stuck):
+    result = subprocess.run(
         [sys.executable, "-c", STUCK, stuck, "train.num_stepz=1"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert ended.returncode == 78
-    assert ended.stdout == "not flushed called at exit\n"
-    assert "train.num_stepz" in ended.stderr
-    assert ("threads have not ended" in ended.stderr) == (stuck != "none")
+    assert result.returncode == 78
+    assert result.stdout == "not flushed called at exit\n"
+    assert "train.num_stepz" in result.stderr
+    assert ("threads have not ended" in result.stderr) == (stuck != "none")

@@ -5,7 +5,7 @@ import pytest
 from tests.train.cli.conftest import entry
 
 
-def test_all_mistakes_at_once(run):
+def test_all_mistakes_are_listed_at_once(run):
     result = run(
         "model.num_hedas=8",
         "optimizer.learning_rate=fast",
@@ -62,14 +62,14 @@ def test_a_whole_number_too_large_for_jax_is_a_mistake(run):
     assert "must be in [1, 2147483647]" in entry(result, f"data.batch_size = {huge}")
 
 
-def test_null_takes_the_place_of_a_presets_list_where_it_may(run):
-    typed = ("model=gemma2_nano", "model.layer_pattern=null", "profile.steps=null")
-    result = run(*typed)
+def test_null_replaces_a_list_of_a_preset_if_the_key_allows_it(run):
+    overrides = ("model=gemma2_nano", "model.layer_pattern=null", "profile.steps=null")
+    result = run(*overrides)
     assert "must be a list" in entry(result, "profile.steps = null")
     assert result.stderr.startswith("1 mistake ")
 
 
-def test_a_rule_does_not_speak_of_the_default_of_a_mistaken_key(run):
+def test_no_rule_mentions_the_default_of_a_mistaken_key(run):
     result = run("data=txt", "data.path=x", "data.batch_size=four", "seed=0")
     assert result.stderr.startswith("2 mistakes")
     assert "must be one of mixture, python, text, tokens" in entry(result, "data = txt")
@@ -110,12 +110,12 @@ def test_each_value_of_a_sweep_is_checked_before_the_first_job(run):
     assert result.stderr.startswith("1 mistake ")
 
 
-def test_what_does_not_fit_the_devices_comes_with_all_else(run, monkeypatch):
+def test_mistakes_about_devices_are_listed_with_all_others(run, monkeypatch):
     sizes = ("mesh.fsdp=3", "data.batch_size=7", "runtime.cpu_devices=8")
     result = run(*sizes, "model.num_hedas=3")
     assert result.stderr.startswith("4 mistakes")
     assert "multiply to the 8 devices" in result.stderr
-    # In the order typed, then of the config.
+    # Mistakes are in the order typed, and then in the order of the config.
     starts = [
         line.split()[0] for line in result.stderr.splitlines() if line[:3] == "  m"
     ]
@@ -127,7 +127,8 @@ def test_what_does_not_fit_the_devices_comes_with_all_else(run, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
     assert run(*sizes, "model.num_hedas=3").stderr.startswith("3 mistakes")
     monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setenv("SLURM_NTASKS", "2")  # so many that one does not know
+    # The number of devices is not known for several processes.
+    monkeypatch.setenv("SLURM_NTASKS", "2")
     result = run(*sizes, "mesh.tensor=8", "model.num_hedas=3")
     assert result.stderr.startswith("4 mistakes")
     assert "num_kv_heads=4 on 8" in entry(result, "mesh.params.kv_heads = tensor")
@@ -149,8 +150,12 @@ def test_rules_that_are_missing_or_clash_are_named(run):
 
 
 def test_a_mistake_says_what_the_key_means(run):
-    typed = ("train.num_steps=0", "data.skip_batches=[3,1]", "train.remat=[mlp_upp]")
-    result = run(*typed)
+    overrides = (
+        "train.num_steps=0",
+        "data.skip_batches=[3,1]",
+        "train.remat=[mlp_upp]",
+    )
+    result = run(*overrides)
     assert "or a list of query, key, value, " in entry(
         result, "train.remat = [mlp_upp]"
     )
@@ -158,19 +163,23 @@ def test_a_mistake_says_what_the_key_means(run):
     assert "must be pairs" in entry(result, "data.skip_batches = [3,1]")
 
 
-def test_a_tracker_that_is_none_is_named(run):
+def test_an_unknown_tracker_is_named(run):
     result = run("tracker=[wandb,tensorbord]", "tracker.wandb.mode=on")
-    listed = entry(result, "tracker = [wandb,tensorbord]")
-    assert "did you mean tensorboard?" in listed
+    message = entry(result, "tracker = [wandb,tensorbord]")
+    assert "did you mean tensorboard?" in message
     assert "must be offline or online" in entry(result, "tracker.wandb.mode = on")
     result = run("tracker=[none,wandb]")
     assert "none stands alone" in entry(result, "tracker = [none,wandb]")
 
 
 def test_a_key_of_another_trainer_is_translated(run):
-    typed = ("block_size=256", "training.seq_len=64", "--max_iters=5")
-    typed += ("--per_device_train_batch_size=4", "optimizer.beta1=0.8", "eval_steps=7")
-    result = run(*typed, "--num_steps=30", "resume=true")
+    overrides = ("block_size=256", "training.seq_len=64", "--max_iters=5")
+    overrides += (
+        "--per_device_train_batch_size=4",
+        "optimizer.beta1=0.8",
+        "eval_steps=7",
+    )
+    result = run(*overrides, "--num_steps=30", "resume=true")
     for title, text in (
         ("block_size = 256", "it is called data.sequence_length here"),
         ("training.seq_len = 64", "it is called data.sequence_length here"),
@@ -185,7 +194,7 @@ def test_a_key_of_another_trainer_is_translated(run):
 
 
 @pytest.mark.parametrize("dots", ["...", "\N{HORIZONTAL ELLIPSIS}"])
-def test_dots_that_a_page_leaves_out_are_explained(run, dots):
+def test_dots_copied_from_a_page_are_explained(run, dots):
     result = run(dots, f"run.dir={dots}", f"optimizer.b1={dots}", f"+train.new={dots}")
     assert result.stderr.startswith("4 mistakes")
     for title in (dots, f"run.dir = {dots}", f"optimizer.b1 = {dots}"):

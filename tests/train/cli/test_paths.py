@@ -1,4 +1,4 @@
-"""Texts and paths of every command can be used, or are refused with a sentence."""
+"""Every command accepts usable texts and paths, and refuses others with a sentence."""
 
 import os
 import subprocess
@@ -63,12 +63,12 @@ def config_of(name, schema, key, text):
 
 @pytest.mark.parametrize(("text", "rule"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize(("name", "schema", "key"), KEYS, ids=lambda v: str(v)[-24:])
-def test_a_path_that_cannot_be_is_refused(name, schema, key, text, rule):
+def test_an_impossible_path_is_refused(name, schema, key, text, rule):
     with pytest.raises(ConfigError) as error:
         config_of(name, schema, key, text)
-    ((mistaken, _, said, _),) = error.value.mistakes
-    assert mistaken == key
-    assert rule in said
+    ((mistaken_key, _, message, _),) = error.value.mistakes
+    assert mistaken_key == key
+    assert rule in message
     assert "SECRET" not in str(error.value)
     str(error.value).encode()  # it can be printed, on one line
     assert len(str(error.value)) < 400
@@ -97,7 +97,7 @@ def test_the_bucket_of_every_store_is_checked(scheme):
 
 
 @pytest.mark.parametrize("text", POSSIBLE)
-def test_other_paths_are_taken_as_they_are(text):
+def test_other_paths_are_used_unchanged(text):
     config = config_of("train", Config, "run.dir", text)
     assert config.run.dir == text
 
@@ -122,7 +122,7 @@ del NAMES["no such user"]  # a run's name is no path from home
 
 
 @pytest.mark.parametrize("text", NAMES.values(), ids=NAMES)
-def test_a_runs_name_is_one_of_a_folder_below_runs(text):
+def test_an_impossible_run_name_is_refused(text):
     with pytest.raises(ConfigError) as error:
         config_of("train", Config, "run.name", text)
     assert [mistake.key for mistake in error.value.mistakes] == ["run.name"]
@@ -150,7 +150,7 @@ def test_the_parent_of_a_folder_is_named_without_dots(tmp_path, monkeypatch):
     for text, path in {
         "../b": tmp_path / "b",
         f"{tmp_path}/a/../b/./c": tmp_path / "b/c",
-        f"{tmp_path}/link/../b": tmp_path / "far/b",  # as the system reads it
+        f"{tmp_path}/link/../b": tmp_path / "far/b",  # the system follows the link
         "b": tmp_path / "a/b",
     }.items():
         assert str(storage_path(text)) == str(path)
@@ -163,11 +163,11 @@ def test_the_parent_of_a_folder_is_named_without_dots(tmp_path, monkeypatch):
 @pytest.mark.parametrize("locale", [{"LC_ALL": "C"}, {"LC_ALL": "POSIX"}])
 def test_names_are_the_same_in_every_locale(locale):
     environment = {**os.environ, **locale, "PYTHONUTF8": "0", "PYTHONPATH": REPOSITORY}
-    words = [sys.executable, "-P", "-m", "train", "run.name=日本-é", "--cfg", "job"]
-    result = subprocess.run(words, capture_output=True, env=environment)
+    command = [sys.executable, "-P", "-m", "train", "run.name=日本-é", "--cfg", "job"]
+    result = subprocess.run(command, capture_output=True, env=environment)
     assert result.returncode == 0, result.stderr
     assert "  name: 日本-é\n" in result.stdout.decode()
-    words[4:5] = [b"run.name=a\xff"]
-    result = subprocess.run(words, capture_output=True, env=environment)
+    command[4:5] = [b"run.name=a\xff"]
+    result = subprocess.run(command, capture_output=True, env=environment)
     assert result.returncode == 78
     assert b"is not valid UTF-8" in result.stderr

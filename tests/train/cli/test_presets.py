@@ -1,7 +1,7 @@
 """Presets keep the rules, and no default of a key changes the model of any of them.
 
-preset_models.json holds the model of each preset, of the recipes and of benchmarks too.
-After a change that is meant, renew it: GOLDEN=1 python -m pytest -n0 FILE.
+preset_models.json holds the models of all presets, recipes and benchmarks. After an
+intended change, renew it: GOLDEN=1 python -m pytest -n0 FILE.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ CHOICES = [
     *(f"model={name}" for name in MODELS),
     *(f"experiment={name}" for name in RECIPES),
 ]
-OF_BENCHMARKS: dict[str, Sequence[str]] = {
+BENCHMARK_OVERRIDES: dict[str, Sequence[str]] = {
     f"step {name}": step_overrides(**dataclasses.asdict(shape))
     for name, shape in PRESETS.items()
 } | {row.name: row.overrides for table in TABLES.values() for row in read_rows(table)}
@@ -41,7 +41,7 @@ STORED = Path(__file__).with_name("preset_models.json")
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_composes_without_a_setting_that_nothing_reads(name: str):
+def test_a_recipe_composes_without_unread_settings(name: str):
     config = compose([f"experiment={name}", "data.path=x"])
     assert config_mistakes(config) == []
     assert unread_key_warnings(config) == []
@@ -49,27 +49,33 @@ def test_a_recipe_composes_without_a_setting_that_nothing_reads(name: str):
 
 @functools.cache
 def model_of(*overrides: str) -> dict[str, Any]:
-    """Return the model that some overrides choose; others take no part in it."""
+    """Return the model that the overrides of `model` and `experiment` choose."""
     keys = [key for key in overrides if key.startswith(("model", "experiment"))]
     return json.loads(json.dumps(dataclasses.asdict(compose(keys).model)))
 
 
-def test_the_models_of_presets_are_those_that_are_stored():
-    """The stored copy of a model lists what differs from the stored plain one."""
-    found = {name: model_of(*overrides) for name, overrides in OF_BENCHMARKS.items()}
-    found |= {choice: model_of(choice) for choice in CHOICES}
-    plain = found.pop(PLAIN)
+def test_the_models_of_presets_equal_the_stored_ones():
+    """The stored copy of a model lists its differences from the stored plain one."""
+    models = {
+        name: model_of(*overrides) for name, overrides in BENCHMARK_OVERRIDES.items()
+    }
+    models |= {choice: model_of(choice) for choice in CHOICES}
+    plain_model = models.pop(PLAIN)
     if os.environ.get("GOLDEN"):
         differences = {
-            name: {key: value for key, value in model.items() if value != plain[key]}
-            for name, model in sorted(found.items())
+            name: {
+                key: value for key, value in model.items() if value != plain_model[key]
+            }
+            for name, model in sorted(models.items())
         }
-        STORED.write_text(json.dumps({PLAIN: plain} | differences, indent=1) + "\n")
-    stored = json.loads(STORED.read_text())
-    assert plain == stored.pop(PLAIN)
-    assert found.keys() == stored.keys()
-    for name, model in found.items():
-        assert model == plain | stored[name], name
+        STORED.write_text(
+            json.dumps({PLAIN: plain_model} | differences, indent=1) + "\n"
+        )
+    stored_models = json.loads(STORED.read_text())
+    assert plain_model == stored_models.pop(PLAIN)
+    assert models.keys() == stored_models.keys()
+    for name, model in models.items():
+        assert model == plain_model | stored_models[name], name
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -18,7 +18,7 @@ def read(argument):
     [
         *("def main(", 'say "hi"', "a\\", 'a\\"b', 'end\\\\"', "x, y", "[1", "{"),
         *("it's", "a=b", "\\n", '{"a": 1}', "line\nbreak", "ü é", "  lead ", "42"),
-        # What a number would not give back: a date, a version, a commit, a score.
+        # These would change as numbers: a date, a version, a commit, a score.
         *("20240101_1200", "1.10", "1e52341", "3.140", "0x10", "nan", "true"),
     ],
 )
@@ -35,28 +35,28 @@ def test_a_path_or_a_list_of_paths_arrives_as_it_was_typed(path, schema):
     assert quote_text(["input=[a,b]"], schema) == ["input=[a,b]"]
 
 
-def test_null_and_what_is_quoted_already_stay():
-    typed = ["prompt=null", 'prompt="a, b"', "run.dir='x'"]
-    assert quote_text(typed, SampleConfig) == typed
+def test_null_and_quoted_values_stay_unchanged():
+    overrides = ["prompt=null", 'prompt="a, b"', "run.dir='x'"]
+    assert quote_text(overrides, SampleConfig) == overrides
 
 
 def test_numbers_among_the_values_of_a_sweep_arrive_as_they_were_typed():
     def values(argument):
         _, argument = quote_text(["--multirun", argument], Config)
         sweep = OverridesParser.create().parse_override(argument)
-        each = [f"run.name={value}" for value in sweep.sweep_string_iterator()]
-        # Each job quotes its own once more.
-        return [read(text) for text in quote_text(each, Config)]
+        overrides = [f"run.name={value}" for value in sweep.sweep_string_iterator()]
+        # Each job quotes its override again.
+        return [read(text) for text in quote_text(overrides, Config)]
 
     assert values("run.name=1.10, 1e52341,base") == ["1.10", "1e52341", "base"]
     assert values("run.name=choice(1.10,true)") == ["1.10", "true"]
-    for typed in (r"run.name=a\,1.10,2", """run.name='b,1.10',"it's",2"""):
-        assert values(typed)[-1] == "2"
+    for override in (r"run.name=a\,1.10,2", """run.name='b,1.10',"it's",2"""):
+        assert values(override)[-1] == "2"
     assert values("""run.name='b,1.10',"2.0",null""") == ["b,1.10", "2.0", None]
     assert values("run.name=range(1,3)") == ["1", "2"]
 
 
-def test_sweeps_and_other_keys_stay():
-    typed = ["--multirun", "data.path=a,b", "model.num_layers=[1"]
-    assert quote_text(typed, Config) == typed
-    assert quote_text(typed[1:], Config)[0] == 'data.path="a,b"'
+def test_sweeps_and_other_keys_stay_unchanged():
+    overrides = ["--multirun", "data.path=a,b", "model.num_layers=[1"]
+    assert quote_text(overrides, Config) == overrides
+    assert quote_text(overrides[1:], Config)[0] == 'data.path="a,b"'

@@ -1,4 +1,4 @@
-"""docs/reference/config.md holds every key. To renew it: GOLDEN=1 pytest FILE."""
+"""docs/reference/config.md lists every key. GOLDEN=1 pytest FILE renews it."""
 
 import inspect
 import os
@@ -43,12 +43,12 @@ def page() -> str:
     composed = compose([])
     parts = [INTRODUCTION, "## python -m train", *tables(Config, composed=composed)]
     for command, schema in COMMANDS.items():
-        own = (
+        other_fields = (
             shared if issubclass(schema, Config) else {"run", "runtime", "distributed"}
         )
-        parts += [f"## python -m {command}", *tables(schema, leave_out=own)]
-    own = {*shared, "cluster"}
-    parts += ["## python -m launch", *tables(LaunchConfig, leave_out=own)]
+        parts += [f"## python -m {command}", *tables(schema, leave_out=other_fields)]
+    other_fields = {*shared, "cluster"}
+    parts += ["## python -m launch", *tables(LaunchConfig, leave_out=other_fields)]
     for kind, schema in KINDS.items():
         parts += tables(schema, "cluster.", f"cluster={kind}")
     return "\n\n".join(parts) + "\n"
@@ -61,18 +61,18 @@ def tables(
     leave_out: Collection[str] = (),
     composed: Config | None = None,
 ) -> list[str]:
-    """Return the parts of a page in Markdown: for each section its keys as a table.
+    """Return parts of a page in Markdown, with one table of keys for each section.
 
     Args:
-        schema: the dataclass.
-        prefix: of its keys.
-        title: of its own table.
-        leave_out: fields that stand elsewhere.
-        composed: the config of a command without overrides; adds a column.
+        schema: The dataclass.
+        prefix: The prefix of its keys.
+        title: The title of its own table.
+        leave_out: The fields that another table lists.
+        composed: The config of a command without overrides, which adds a column.
     """
     hints = typing.get_type_hints(schema, include_extras=True)
-    own = [field for field in fields(schema) if field.name not in leave_out]
-    rows = list(rows_of(schema, own, prefix, composed))
+    table_fields = [field for field in fields(schema) if field.name not in leave_out]
+    rows = list(rows_of(schema, table_fields, prefix, composed))
     parts = [f"### {title}"] if title else []
     parts.append(inspect.cleandoc(schema.__doc__ or ""))
     if rows:
@@ -81,26 +81,28 @@ def tables(
             columns.insert(3, "train")
         head = "| " + " | ".join(columns) + " |"
         parts.append("\n".join([head, "| --- " * len(columns) + "|", *rows]))
-    for field in own:
+    for field in table_fields:
         kind = bare_type(hints[field.name])
         key = f"{prefix}{field.name}"
         entry = (typing.get_args(kind) or (None,))[-1]
         if is_dataclass(kind):
             parts += tables(typing.cast(type, kind), f"{key}.", key, (), composed)
         elif is_dataclass(entry):
-            each = f"{key}.<name>" if typing.get_origin(kind) is dict else f"{key}[i]"
-            parts += tables(typing.cast(type, entry), f"{each}.", each)
+            entry_key = (
+                f"{key}.<name>" if typing.get_origin(kind) is dict else f"{key}[i]"
+            )
+            parts += tables(typing.cast(type, entry), f"{entry_key}.", entry_key)
     return parts
 
 
 def rows_of(
     schema: type,
-    own: Sequence[Field],
+    table_fields: Sequence[Field],
     prefix: str,
     composed: Config | None = None,
 ) -> Iterator[str]:
     hints = typing.get_type_hints(schema, include_extras=True)
-    for field in own:
+    for field in table_fields:
         hint = hints[field.name]
         if not is_dataclass(bare_type(hint)):
             bounds = bounds_in_words(hint)
@@ -127,7 +129,7 @@ def in_words(value: Any) -> str:
     return '`""`' if value == "" else f"`{value}`"
 
 
-def test_the_page_holds_every_key():
+def test_the_page_lists_every_key():
     if os.environ.get("GOLDEN"):
         PAGE.write_text(page())
     assert PAGE.read_text() == page(), "write it anew: GOLDEN=1 pytest this file"
@@ -162,7 +164,7 @@ def hints_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def takes_any_number(hint: Any) -> bool:
-    """Return whether a hint takes a whole number of any size, anywhere inside of it."""
+    """Return whether a hint, or a part of it, takes a whole number of any size."""
     limits = getattr(hint, "__metadata__", ())
     if any(isinstance(limit, Le | Lt) for limit in limits):
         return False

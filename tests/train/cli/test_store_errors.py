@@ -24,7 +24,7 @@ from train.run.folder import check_store
     ],
     ids=lambda error: type(error).__module__,
 )
-def test_an_error_of_a_client_is_a_sentence(monkeypatch, capsys, error):
+def test_an_error_of_a_store_client_is_shown_as_a_sentence(monkeypatch, capsys, error):
     def main(config):
         raise error
 
@@ -32,9 +32,9 @@ def test_an_error_of_a_client_is_a_sentence(monkeypatch, capsys, error):
     with pytest.raises(SystemExit) as end:
         run_command(main)
     assert end.value.code == CRASHED
-    said = capsys.readouterr().err
-    assert "cannot be used (" in said
-    assert "Cannot connect to host x" in said
+    message = capsys.readouterr().err
+    assert "cannot be used (" in message
+    assert "Cannot connect to host x" in message
 
 
 def test_an_error_of_this_program_keeps_its_traceback(monkeypatch):
@@ -59,15 +59,15 @@ def test_the_store_of_a_run_must_answer(monkeypatch, error, kind):
     def exists(path):
         if error:
             raise error
-        ended.wait()
+        release.wait()
 
-    ended = threading.Event()
+    release = threading.Event()
     monkeypatch.setattr(data.storage, "FIRST_ANSWER_S", 0.2)
     monkeypatch.setattr(epath.Path("s3://bucket/x").__class__, "exists", exists)
     with pytest.raises(kind, match="s3://bucket"):
         check_store(epath.Path("s3://bucket/x"))
-    ended.set()
+    release.set()
 
 
-def test_a_local_run_is_not_asked(tmp_path):
+def test_a_local_run_needs_no_answer(tmp_path):
     check_store(epath.Path(tmp_path))

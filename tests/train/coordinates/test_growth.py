@@ -1,4 +1,4 @@
-"""The check that activations do not grow with the size of a model."""
+"""The command checks that activations do not grow with the size of a model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ KEYS = (
 
 @pytest.fixture
 def compare(configure: Configure, text: Path, tmp_path: Path) -> Callable:
-    """Compare sizes of a tiny model; return the exit code."""
+    """Return a function: (widths, depths) -> the exit code of a comparison."""
     config = configure(*KEYS, f"data.path={text}", f"data.cache_dir={tmp_path}")
 
     def compare(widths: list[int], depths: list[int]) -> int:
@@ -67,18 +67,22 @@ def test_a_broken_rule_is_named(
 ):
     """The parameter's rate does not follow the width or depth, or wrongly does."""
 
-    def broken(config, model, infos):
+    def break_rule(config, model, infos):
         factors = transfer_factors(config, model, infos)
-        wider = model.embed_dim / 16
-        deeper = model.num_layers / 2
-        for name, own in factors.items():
+        width_ratio = model.embed_dim / 16
+        depth_ratio = model.num_layers / 2
+        for name, original in factors.items():
             if name.endswith(parameter):
-                scale = (wider if width else 1 / wider) if depth is None else deeper
-                rate = own.learning_rate * scale
-                factors[name] = own._replace(learning_rate=rate)
+                scale = (
+                    (width_ratio if width else 1 / width_ratio)
+                    if depth is None
+                    else depth_ratio
+                )
+                rate = original.learning_rate * scale
+                factors[name] = original._replace(learning_rate=rate)
         return factors
 
-    monkeypatch.setattr(train.core.program, "transfer_factors", broken)
+    monkeypatch.setattr(train.core.program, "transfer_factors", break_rule)
     sizes = ([16, 32, 64], []) if depth is None else ([], [2, 4, 8])
     assert compare(*sizes) == 5
     assert f"not flat    {culprit}" in capsys.readouterr().out

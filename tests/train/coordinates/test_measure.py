@@ -1,4 +1,4 @@
-"""The models whose activations are compared."""
+"""Models are resized before their activations are compared."""
 
 from tests.train.conftest import Configure
 from train.coordinates.measure import resize

@@ -1,4 +1,4 @@
-"""What a device cannot do is refused, with what to type instead."""
+"""An execution that a device cannot do is refused with a remedy."""
 
 from types import SimpleNamespace
 
@@ -25,14 +25,18 @@ H100 = "NVIDIA H100 80GB HBM3"
 def test_what_cudnn_cannot_do_on_a_gpu_is_refused(
     configure, name, version, typed, rule
 ):
-    known = {"platform": "gpu", "device_kind": name, "compute_capability": version}
+    properties = {"platform": "gpu", "device_kind": name, "compute_capability": version}
     typed = "model.attention=cudnn", "model.compute_dtype=auto", *typed
-    asked = configure(*typed), SimpleNamespace(**known), dict.fromkeys(MESH_AXES, 1)
+    arguments = (
+        configure(*typed),
+        SimpleNamespace(**properties),
+        dict.fromkeys(MESH_AXES, 1),
+    )
     if not rule:
-        assert choose_execution(*asked).attention.kernel == "cudnn"
+        assert choose_execution(*arguments).attention.kernel == "cudnn"
         return
     with pytest.raises(ConfigError, match=rule):
-        choose_execution(*asked)
+        choose_execution(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ def test_what_cudnn_cannot_do_on_a_gpu_is_refused(
         ("cpu", 2, "data", "-1", -1),
     ],
 )
-def test_only_a_gpu_unrolls_few_layers_unasked(
+def test_only_a_gpu_unrolls_few_layers_by_default(
     configure, platform, layers, axis, typed, unroll
 ):
     typed = f"model.layer_unroll={typed}".split()
@@ -60,8 +64,8 @@ def test_only_a_gpu_unrolls_few_layers_unasked(
 
 
 def test_pieces_of_rows_that_are_shorter_than_a_convolution_are_refused(programs):
-    rows = "mesh.context=4", "mesh.data=2", "data.sequence_length=32"
+    overrides = "mesh.context=4", "mesh.data=2", "data.sequence_length=32"
     with pytest.raises(ConfigError, match="must be at least 40"):
         programs(
-            *rows, "model.mixer=gated_delta", "model.delta_conv_width=6", devices=8
+            *overrides, "model.mixer=gated_delta", "model.delta_conv_width=6", devices=8
         )

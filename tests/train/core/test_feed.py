@@ -1,4 +1,4 @@
-"""The right rows on the right devices."""
+"""Each device gets its rows of the batch."""
 
 from itertools import repeat
 
@@ -17,20 +17,20 @@ def program(request, programs):
 
 
 def batch_of(rows: int = 8) -> Batch:
-    """Every element tells its row and column."""
+    """Return a batch whose elements identify their rows and columns."""
     x = np.arange(rows * 32, dtype=np.int32).reshape(rows, 32)
     return Batch(x, x + 1, x + 2, x + 3)
 
 
-def check(placed: Batch, whole: Batch, program) -> None:
+def check(actual: Batch, batch: Batch, program) -> None:
     mesh = program.mesh
-    for field, expected in zip(placed, whole, strict=True):
+    for field, expected in zip(actual, batch, strict=True):
         assert field.sharding == program.batch.inputs.sharding
         for shard in field.addressable_shards:
-            found = np.argwhere(mesh.devices == shard.device)[0]
-            at = dict(zip(mesh.axis_names, found, strict=True))
+            indices = np.argwhere(mesh.devices == shard.device)[0]
+            coordinates = dict(zip(mesh.axis_names, indices, strict=True))
             parts = mesh.shape["data"] * mesh.shape["fsdp"]
-            part = at["data"] * mesh.shape["fsdp"] + at["fsdp"]
+            part = coordinates["data"] * mesh.shape["fsdp"] + coordinates["fsdp"]
             size = len(expected) // parts
             rows = expected[part * size : (part + 1) * size]
             np.testing.assert_array_equal(shard.data, rows)
@@ -40,15 +40,15 @@ def test_each_device_gets_its_rows(program):
     check(place(batch_of(), program.batch), batch_of(), program)
 
 
-def test_local_rows_are_all_rows_each_once(program):
+def test_local_rows_cover_each_row_once(program):
     rows = local_rows(program.batch)
     assert len(rows) == len({(r.start, r.stop) for r in rows})
-    read = np.concatenate([np.arange(8)[r] for r in rows])
-    assert read.tolist() == list(range(8))
+    indices = np.concatenate([np.arange(8)[r] for r in rows])
+    assert indices.tolist() == list(range(8))
 
 
 def test_a_process_that_holds_a_part_places_that_part(program, monkeypatch):
-    """As with several processes: the rows come end to end, and are found again."""
+    """The rows are concatenated, as with several processes, and found again."""
     monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
     check(place(batch_of(), program.batch), batch_of(), program)
 

@@ -1,4 +1,4 @@
-"""A run through the door: started, stopped in every way, continued, looked at."""
+"""Runs of `python -m train` are stopped in every way, continued and inspected."""
 
 import json
 import re
@@ -31,7 +31,7 @@ door = doors.door
 
 @pytest.fixture(scope="module")
 def straight(folder: Path, door: Door) -> Path:
-    """A run of twenty steps that nothing stopped."""
+    """Return a run of twenty steps that nothing stopped."""
     result = door(folder / "straight")
     assert result.returncode == 0, result.stderr
     assert "from step 0" in result.stdout
@@ -40,52 +40,52 @@ def straight(folder: Path, door: Door) -> Path:
 
 @pytest.fixture
 def copy(straight: Path, folder: Path, request: pytest.FixtureRequest) -> Path:
-    """A copy of it, to go on from."""
+    """Return a copy of that run, to be continued."""
     return Path(shutil.copytree(straight, folder / request.node.name))
 
 
-def saved(run: Path) -> list[int]:
+def saved_steps(run: Path) -> list[int]:
     names = [p.name for p in (run / "checkpoints").iterdir()]
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def assert_same(run: Path, straight: Path) -> None:
-    """To the bit: every line, and every number of the state."""
+    """Check that every line and every number of the state is bitwise equal."""
     assert [x["step"] for x in steps(run)] == list(range(1, 21))
     assert steps(run) == steps(straight)
-    ends = [[x for x in lines(r) if "eval/loss" in x] for r in (run, straight)]
-    assert ends[0] == ends[1]
-    assert [x["step"] for x in ends[0]] == [20]
+    scores = [[x for x in lines(r) if "eval/loss" in x] for r in (run, straight)]
+    assert scores[0] == scores[1]
+    assert [x["step"] for x in scores[0]] == [20]
     jax.tree.map(
         np.testing.assert_array_equal, state_of(run, 20), state_of(straight, 20)
     )
 
 
-def test_a_run_learns_and_leaves_what_it_promises(straight):
+def test_a_run_learns_and_writes_the_promised_files(straight):
     losses = [x["loss"] for x in steps(straight)]
     assert losses[-1] < losses[0] - 0.2
     names = {p.name for p in straight.iterdir()}
     assert {"config.yaml", "starts", "checkpoints", "metrics.jsonl"} <= names
     assert {"events.jsonl", "report.html", "results.json"} <= names
-    assert saved(straight) == [15, 20]
+    assert saved_steps(straight) == [15, 20]
 
 
 def test_a_run_stopped_in_every_way_goes_on_as_if_nothing_had_happened(
     folder, door, straight
 ):
-    """By a preemption notice and by a person, who leave a save; by kill -9.
+    """A preemption notice and a person's interrupt leave a save; kill -9 does not.
 
-    The events of all starts add up to the wall time, as a clock outside sees it.
+    The events of all starts add up to the wall time of an outside clock.
     """
     run = folder / "stopped"
-    before = time.time()
+    started_at = time.time()
     preempted = door(run, at_step=7, number=signal.SIGTERM)
     assert preempted.returncode == 42, preempted.stderr
     assert "asked to stop: saved step" in preempted.stderr
-    assert saved(run)[-1] == steps(run)[-1]["step"] in range(7, 11)
+    assert saved_steps(run)[-1] == steps(run)[-1]["step"] in range(7, 11)
     interrupted = door(run, at_step=12, number=signal.SIGINT)
     assert interrupted.returncode == 130, interrupted.stderr
-    stopped_at = saved(run)[-1]
+    stopped_at = saved_steps(run)[-1]
     assert stopped_at == steps(run)[-1]["step"] in range(12, 16)
     assert "Traceback" not in preempted.stderr + interrupted.stderr
     assert not (run / "results.json").exists()
@@ -94,22 +94,22 @@ def test_a_run_stopped_in_every_way_goes_on_as_if_nothing_had_happened(
     assert steps(run)[-1]["step"] == 18
     result = door(run)
     assert result.returncode == 0, result.stderr
-    # The save of step 15 was in flight, or not.
+    # The save of step 15 may have been in flight.
     assert re.search(rf"from step ({stopped_at}|15)\n", result.stdout)
     assert_same(run, straight)
 
-    found = goodput_of(read_events(run))
-    assert [start.code for start in found.starts] == [42, 130, None, 0]
-    # Within a percent, and what it takes to make a process.
-    wall_s = found.starts[-1].ended - before
-    assert found.wall_s == pytest.approx(wall_s, rel=0.01, abs=1.0)
-    assert {"start", "prepare", "restore", "step", "eval", "save"} <= {*found.buckets}
-    assert "other" not in found.buckets
+    goodput = goodput_of(read_events(run))
+    assert [start.code for start in goodput.starts] == [42, 130, None, 0]
+    # The tolerance is a percent, and the time to start a process.
+    wall_s = goodput.starts[-1].ended - started_at
+    assert goodput.wall_s == pytest.approx(wall_s, rel=0.01, abs=1.0)
+    assert {"start", "prepare", "restore", "step", "eval", "save"} <= {*goodput.buckets}
+    assert "other" not in goodput.buckets
     assert "in 4 starts" in result.stdout
 
 
 def test_a_finished_run_says_so_and_how_to_go_on(door, copy):
-    before = (copy / "metrics.jsonl").read_bytes()
+    metrics = (copy / "metrics.jsonl").read_bytes()
     result = door(copy)
     assert result.returncode == 0
     assert "finished    20 steps" in result.stdout
@@ -120,11 +120,11 @@ def test_a_finished_run_says_so_and_how_to_go_on(door, copy):
     # Nothing is laid out, restored or compiled.
     assert "mesh  " not in result.stdout
     assert "from step" not in result.stdout
-    assert (copy / "metrics.jsonl").read_bytes() == before
-    assert saved(copy) == [15, 20]
+    assert (copy / "metrics.jsonl").read_bytes() == metrics
+    assert saved_steps(copy) == [15, 20]
 
 
-def test_what_would_be_another_run_is_refused_key_by_key(door, copy):
+def test_changes_that_make_another_run_are_refused_key_by_key(door, copy):
     result = door(copy, "data.batch_size=16", "model.embed_dim=64", "seed=1")
     assert result.returncode == 78
     changes = ("data.batch_size", 16, 8), ("model.embed_dim", 64, 32), ("seed", 1, 0)
@@ -137,25 +137,25 @@ def test_what_would_be_another_run_is_refused_key_by_key(door, copy):
     assert len(list((copy / "starts").iterdir())) == 1
 
 
-def test_a_way_back_that_is_refused_moves_nothing(door, copy):
+def test_a_refused_rewind_moves_nothing(door, copy):
     result = door(copy, "run.rewind_to=17", "data.skip_batches=[3,4]")
     assert result.returncode == 78
     assert "add run.rewind_to=<a step before them>" in result.stderr
-    assert saved(copy) == [15, 20]
+    assert saved_steps(copy) == [15, 20]
     assert not (copy / "checkpoints" / "quarantine").exists()
     assert (copy / "results.json").exists()
 
 
 @pytest.fixture(scope="module")
 def longer(folder: Path, straight: Path, door: Door) -> tuple[Path, Result]:
-    """The run gone on to 24 steps, with a key that it may not change, allowed."""
+    """Return the run continued to 24 steps, with a protected key allowed to change."""
     run = Path(shutil.copytree(straight, folder / "longer"))
-    changed = ("data.name=renamed", "run.allow_change=[data.name]")
-    scored = (
+    changes = ("data.name=renamed", "run.allow_change=[data.name]")
+    evaluation = (
         *("eval.interval_steps=2", "eval.num_batches=1", "checkpoint.keep_best=true"),
         f"eval.sets={{more: {{path: {folder}/text.txt}}}}",
     )
-    result = door(run, "train.num_steps=24", *changed, *scored)
+    result = door(run, "train.num_steps=24", *changes, *evaluation)
     assert result.returncode == 0, result.stderr
     return run, result
 
@@ -167,10 +167,10 @@ def test_a_longer_run_keeps_its_schedule_and_records_what_changed(longer, straig
     assert steps(run)[:20] == steps(straight)
     assert [x["step"] for x in steps(run)[20:]] == [21, 22, 23, 24]
     config = read_run(str(run))
-    last = config.optimizer.learning_rate * config.schedule.final_fraction
+    final_rate = config.optimizer.learning_rate * config.schedule.final_fraction
     for line in steps(run)[20:]:
-        assert line["learning_rate"] == pytest.approx(last)
-    assert steps(run)[19]["learning_rate"] > last
+        assert line["learning_rate"] == pytest.approx(final_rate)
+    assert steps(run)[19]["learning_rate"] > final_rate
     first, second = (run / "config.yaml" for run in (straight, run))
     assert first.read_bytes() == second.read_bytes()
     start = yaml.safe_load((run / "starts" / "2.yaml").read_text())
@@ -179,14 +179,14 @@ def test_a_longer_run_keeps_its_schedule_and_records_what_changed(longer, straig
 
 
 @pytest.mark.slow
-def test_other_moments_are_taken_if_their_key_is_named(door, copy):
-    """And back again; evaluation meets them as they were saved."""
-    changed = ("optimizer.moment_dtype=int8", "train.num_steps=22")
-    result = door(copy, *changed)
+def test_another_moment_dtype_is_accepted_if_its_key_is_allowed(door, copy):
+    """The moments may also change back; evaluation meets them as they were saved."""
+    changes = ("optimizer.moment_dtype=int8", "train.num_steps=22")
+    result = door(copy, *changes)
     assert result.returncode == 78
     assert "run.allow_change=[optimizer.moment_dtype]" in result.stderr
     allowed = "run.allow_change=[optimizer.moment_dtype]"
-    result = door(copy, *changed, allowed, "eval.interval_steps=21")
+    result = door(copy, *changes, allowed, "eval.interval_steps=21")
     assert result.returncode == 0, result.stderr
     assert "from step 20" in result.stdout
     assert "moments of step 20 had another format" in result.stderr
@@ -197,21 +197,23 @@ def test_other_moments_are_taken_if_their_key_is_named(door, copy):
     assert all(np.isfinite(line["loss"]) for line in steps(copy))
 
 
-def test_data_may_be_changed_by_its_key_but_not_a_text_under_it(folder, door, copy):
-    other = folder / "other.txt"
-    other.write_text((folder / "text.txt").read_text().upper())
-    more = (f"data.path={other}", "train.num_steps=24")
-    result = door(copy, *more, "run.allow_change=[data.path]")
+def test_data_may_change_by_its_key_but_a_text_may_not_change_in_place(
+    folder, door, copy
+):
+    new_text = folder / "other.txt"
+    new_text.write_text((folder / "text.txt").read_text().upper())
+    changes = (f"data.path={new_text}", "train.num_steps=24")
+    result = door(copy, *changes, "run.allow_change=[data.path]")
     assert result.returncode == 0, result.stderr
     assert "other data from here on: data.path" in result.stderr
-    other.write_text("another text again " * 2000)
-    again = door(copy, *more, "run.allow_change=[data.path]")
-    assert again.returncode == 65
-    assert "fingerprint" in again.stderr
-    assert "bring that data back" in again.stderr
-    assert "Traceback" not in again.stderr
+    new_text.write_text("another text again " * 2000)
+    refusal = door(copy, *changes, "run.allow_change=[data.path]")
+    assert refusal.returncode == 65
+    assert "fingerprint" in refusal.stderr
+    assert "bring that data back" in refusal.stderr
+    assert "Traceback" not in refusal.stderr
     assert [line["step"] for line in steps(copy)][-1] == 24
-    assert read_run(str(copy)).data.path == str(other)
+    assert read_run(str(copy)).data.path == str(new_text)
     assert read_run(str(copy), 19).data.path == str(folder / "text.txt")
 
 
@@ -234,28 +236,28 @@ def test_training_validation_and_tasks_agree_that_padding_ids_have_no_probabilit
         return float(np.sum(np.float64(sums)) / count)
 
     batch = Order(sources, config.data, config.seed).read(15)
-    trained = {x["step"]: x["loss"] for x in steps(straight)}
-    assert mean(15, [batch]) == pytest.approx(trained[16], rel=1e-5)
-    held_out = [*validation_batches(sources, config.data, -1)]
-    (scored,) = [x["eval/loss"] for x in lines(straight) if "eval/loss" in x]
-    assert mean(20, held_out) == pytest.approx(scored, rel=1e-5)
+    losses = {x["step"]: x["loss"] for x in steps(straight)}
+    assert mean(15, [batch]) == pytest.approx(losses[16], rel=1e-5)
+    validation = [*validation_batches(sources, config.data, -1)]
+    (score,) = [x["eval/loss"] for x in lines(straight) if "eval/loss" in x]
+    assert mean(20, validation) == pytest.approx(score, rel=1e-5)
 
 
 def test_named_sets_are_scored_and_the_best_step_is_kept(longer, door):
     run, result = longer
-    found = json.loads((run / "results.json").read_text())
+    results = json.loads((run / "results.json").read_text())
     scores = [x for x in lines(run) if "eval/more/loss" in x]
     assert [x["step"] for x in scores] == [22, 24]
-    shown = [x.split()[:2] for x in result.stderr.splitlines() if "validation" in x]
-    assert shown == [["step", "22"], ["step", "24"]]  # one line each
-    assert scores[-1]["eval/more/loss"] == found["eval/more/loss"]
-    assert f"  more      {found['eval/more/loss']:.4f} nats" in result.stdout
+    progress = [x.split()[:2] for x in result.stderr.splitlines() if "validation" in x]
+    assert progress == [["step", "22"], ["step", "24"]]  # Each has one line.
+    assert scores[-1]["eval/more/loss"] == results["eval/more/loss"]
+    assert f"  more      {results['eval/more/loss']:.4f} nats" in result.stdout
     best = SavedSteps(run / "checkpoints").scores()
     assert {22, 24} >= {*best} >= {min(best, key=lambda step: best[step])}
-    words = ("runtime.cpu_devices=2", "step=best", "num_batches=1")
-    again = door(run, *words, module="train.evaluate", config=())
-    assert again.returncode == 0, again.stderr
-    score = json.loads(again.stdout.splitlines()[-1])
+    arguments = ("runtime.cpu_devices=2", "step=best", "num_batches=1")
+    evaluation = door(run, *arguments, module="train.evaluate", config=())
+    assert evaluation.returncode == 0, evaluation.stderr
+    score = json.loads(evaluation.stdout.splitlines()[-1])
     assert score["loss"] == pytest.approx(min(best.values()), rel=1e-6)
     assert {*score["sets"]} == {"more"}
 
@@ -269,7 +271,7 @@ def test_sample_continues_the_prompt(door, straight):
         config=(),
     )
     assert result.returncode == 0, result.stderr
-    one, two = result.stdout.removesuffix("\n").split(f"\n{'-' * 72}\n")
-    assert one == two
-    assert one.startswith("def wrap")
-    assert len(one) > len("def wrap")
+    first, second = result.stdout.removesuffix("\n").split(f"\n{'-' * 72}\n")
+    assert first == second
+    assert first.startswith("def wrap")
+    assert len(first) > len("def wrap")

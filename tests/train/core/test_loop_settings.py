@@ -1,4 +1,4 @@
-"""Runs through the door with settings of their own: how they go, or that they stop."""
+"""Runs of `python -m train` with unusual settings succeed, or stop with a reason."""
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ door = doors.door
     ],
     ids=" ".join,
 )
-def test_rounded_at_random_a_run_goes_on_to_the_bit(folder, door, overrides):
+def test_a_run_with_random_rounding_resumes_bitwise_equal(folder, door, overrides):
     run = folder / overrides[0]
     result = door(run, *overrides)
     assert result.returncode == 0, result.stderr
@@ -53,22 +53,22 @@ def test_a_planned_mesh_is_written_out(folder, door):
     assert "mesh=planned: the rates of these devices are unknown" in result.stderr
     mesh = yaml.safe_load((path / "config.yaml").read_text())["mesh"]
     assert (mesh["fsdp"], mesh["planned"]) == (2, False)
-    again = door(path, "mesh=planned", steps)  # the same command
-    assert again.returncode == 0, again.stderr
+    second_result = door(path, "mesh=planned", steps)  # This is the same command.
+    assert second_result.returncode == 0, second_result.stderr
 
 
 @pytest.mark.slow
 def test_a_source_may_be_used_up_by_the_last_step(folder, door):
-    """What the loop reads ahead of its steps is more than there is."""
+    """The loop would read more rows ahead of its steps than the source has."""
     store = folder / "prepared"
     prepare_store(PrepareConfig(input=f"{folder}/text.txt", output=str(store)))
-    at = {"name": "mixture", "source": Source.mixture, "sequence_length": 32}
-    data = DataConfig(**at, sources={"a": MixtureSource(str(store))}, batch_size=8)
+    options = {"name": "mixture", "source": Source.mixture, "sequence_length": 32}
+    data = DataConfig(**options, sources={"a": MixtureSource(str(store))}, batch_size=8)
     (rows,) = Order(open_sources(data), data, 0).rows.values()
     config = (
         *("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2"),
         *("data=mixture", "data.sequence_length=32", "data.batch_size=8"),
-        # Of ten batches 84 rows: half a batch is left behind the last step.
+        # Ten batches take 80 of 84 rows: half a batch remains after the last step.
         f"data.sources={{a: {{path: {store}, epochs: {84 / len(rows)}}}}}",
         *("train.num_steps=10", "runtime.cpu_devices=2", "tracker=none"),
     )
@@ -80,17 +80,17 @@ def test_a_source_may_be_used_up_by_the_last_step(folder, door):
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_is_not_saved_and_ends_the_run(folder, door):
-    """A moment overflows after step 7, which no step sees."""
+def test_values_that_are_not_finite_are_not_saved_and_end_the_run(folder, door):
+    """A moment overflows after step 7, and no step notices it."""
     fault = "fill:7:optimizer.transform.0.mu.layers.0.0.mlp.up.weight:1:inf"
     run = folder / "poisoned"
-    ended = door(run, "train.max_skipped_steps=100", drill=fault)
-    assert ended.returncode == 3, ended.stderr
-    assert "step 10 is not saved: there are values that are not" in ended.stderr
+    result = door(run, "train.max_skipped_steps=100", drill=fault)
+    assert result.returncode == 3, result.stderr
+    assert "step 10 is not saved: there are values that are not" in result.stderr
     assert {p.name for p in (run / "checkpoints").glob("[0-9]*")} == {"5"}
 
 
-def test_a_run_that_diverges_stops_with_what_to_do(folder, door):
+def test_a_run_that_diverges_stops_with_advice(folder, door):
     result = door(
         folder / "diverged",
         *("optimizer.learning_rate=1e30", "train.max_skipped_steps=2"),
@@ -100,10 +100,12 @@ def test_a_run_that_diverges_stops_with_what_to_do(folder, door):
     assert "the last 3 updates were skipped" in result.stderr
     assert "Lower the learning rate" in result.stderr
     assert "Traceback" not in result.stderr
-    found = lines(folder / "diverged")
-    assert all(x["grad_norm"] > 0 for x in found)  # its square overflows in a weight
-    skipped = [e for e in read_events(folder / "diverged") if e["event"] == "skipped"]
-    assert [e["step"] for e in skipped[-3:]] == [x["step"] for x in found[-3:]]
-    for event in skipped:
+    rows = lines(folder / "diverged")
+    assert all(x["grad_norm"] > 0 for x in rows)  # Its square overflows in a weight.
+    skip_events = [
+        e for e in read_events(folder / "diverged") if e["event"] == "skipped"
+    ]
+    assert [e["step"] for e in skip_events[-3:]] == [x["step"] for x in rows[-3:]]
+    for event in skip_events:
         assert event["batch"] == event["step"] - 1 + 3 * (event["step"] > 2)
         assert event["reason"] == "the update overflows"

@@ -39,11 +39,11 @@ def test_only_the_outer_part_of_a_dcn_axis_crosses_granules(config, crossing):
     grid = make_mesh(config).devices
     granule = np.vectorize(jax.devices().index)(grid) // 4
     sizes = dict(zip(MESH_AXES, grid.shape, strict=True))
-    place = np.indices(grid.shape)[MESH_AXES.index(crossing)]
-    assert (granule == place // (sizes[crossing] // 2)).all()
+    index = np.indices(grid.shape)[MESH_AXES.index(crossing)]
+    assert (granule == index // (sizes[crossing] // 2)).all()
 
 
-def test_processes_are_granules_where_there_are_no_slices(monkeypatch):
+def test_processes_are_granules_if_there_are_no_slices(monkeypatch):
     monkeypatch.setattr("train.core.mesh.Mesh", lambda grid, axes, axis_types: grid)
     devices = [
         SimpleNamespace(id=i, process_index=i // 2, platform="cpu", device_kind="cpu")
@@ -67,7 +67,7 @@ def test_a_dcn_factor_must_divide_its_axis():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Give the devices of a machine by its name, stand-ins."""
+    """Return a function from a machine's name to stand-ins for its devices."""
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
     return lambda name: fake_devices(parse_target(name))
 
@@ -75,7 +75,7 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "tensor"), [("v5e-256", 16), ("v5e-256", 8), ("v5p-384", 6), ("v5e-8", 2)]
 )
-def test_axes_lie_on_a_torus_also_where_they_are_not_whole_dims(machine, name, tensor):
+def test_axes_fit_a_torus_even_if_they_are_not_whole_dims(machine, name, tensor):
     devices = machine(name)
     grid = make_mesh(MeshConfig(fsdp=-1, tensor=tensor), devices).devices
     assert grid.shape == (1, 1, len(devices) // tensor, 1, 1, tensor)
@@ -83,7 +83,7 @@ def test_axes_lie_on_a_torus_also_where_they_are_not_whole_dims(machine, name, t
 
 
 @pytest.mark.parametrize("config", [MeshConfig(fsdp=-1), MeshConfig(tensor=-1)])
-def test_slices_of_tpus_must_be_crossed_knowingly(machine, config):
+def test_a_mesh_over_several_tpu_slices_must_set_dcn(machine, config):
     with pytest.raises(ConfigError) as error:
         make_mesh(config, machine("v5e-8x2"))
     (mistake,) = error.value.mistakes

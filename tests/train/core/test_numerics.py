@@ -1,4 +1,4 @@
-"""Watched steps: the same update, figures that are true, and who is to blame."""
+"""Watched steps make the same update, report true figures and name the culprit."""
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ INTERVAL = "log.numerics_interval_steps=5"
 PARTS = ("train.accumulation_steps=2", INTERVAL)
 
 
-def taken(program, store, step, state=None):
-    """Take a step, the one of that name, from a state or from the start."""
+def take_step(program, store, step, state=None):
+    """Run the step of that name once, from a state or from the initial state."""
     state = program.init() if state is None else jax.tree.map(jnp.copy, state)
     batch = place(Order(store, program.config.data, 0).read(0), program.batch)
     return jax.device_get(getattr(program, step)(state, batch))
@@ -38,10 +38,10 @@ def start(program):
 
 @pytest.fixture(scope="module")
 def watched(program, store):
-    return taken(program, store, "watched_step")
+    return take_step(program, store, "watched_step")
 
 
-def same(a, b):
+def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
@@ -50,78 +50,81 @@ def test_a_run_that_is_watched_takes_the_same_steps_as_one_that_is_not(
 ):
     unwatched = programs(PARTS[0])
     texts = []
-    for each in (program, unwatched):
-        step = each.train_step.lower(each.state, each.batch)
+    for variant in (program, unwatched):
+        step = variant.train_step.lower(variant.state, variant.batch)
         texts.append(step.as_text())
     assert texts[0] == texts[1]
-    assert "abs" not in texts[0]  # what every tap begins with
+    assert "abs" not in texts[0]  # Every tap begins with it.
 
 
 def test_a_watched_step_makes_the_same_update(program, store, watched):
-    plain, metrics = taken(program, store, "train_step")
-    same(plain, watched[0])
-    same(metrics, {name: watched[1][name] for name in metrics})
+    plain_state, metrics = take_step(program, store, "train_step")
+    assert_equal(plain_state, watched[0])
+    assert_equal(metrics, {name: watched[1][name] for name in metrics})
 
 
-def test_figures_are_of_each_layer(program, store, start, watched):
+def test_figures_are_reported_for_each_layer(program, store, start, watched):
     state, metrics = watched
     figures = {key: v for key, v in metrics.items() if key.startswith("numerics/")}
     assert {values.shape for values in figures.values()} == {(2,)}
     ids = Order(store, program.config.data, 0).read(0).inputs
     rows = start.params["embedding"]["weight"][ids]
     assert figures["numerics/residual"][0] == np.abs(rows).max()
-    # Its square is the sum of all layers' and of what is in none.
+    # The squared norm also includes parameters outside the layers.
     assert sum(figures["numerics/grad_norm"] ** 2) < metrics["grad_norm"] ** 2
     assert (figures["numerics/grad_largest"] < figures["numerics/grad_norm"]).all()
     for layer in range(2):
-        before, after = (
+        old_weights, new_weights = (
             np.concatenate([x[layer].ravel() for x in jax.tree.leaves(layers_of(p))])
             for p in (start.params, state.params)
         )
-        ratio = np.linalg.norm(after - before) / np.linalg.norm(before)
-        found = figures["numerics/update_ratio"][layer]
-        assert found == pytest.approx(ratio, rel=1e-4)
+        ratio = np.linalg.norm(new_weights - old_weights) / np.linalg.norm(old_weights)
+        actual = figures["numerics/update_ratio"][layer]
+        assert actual == pytest.approx(ratio, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("part", "name", "layer", "value"),
     [("mlp", "up", 1, 1e38), ("attention", "query", 0, np.nan)],
 )
-def test_the_layer_that_is_to_blame(program, store, start, part, name, layer, value):
-    """All of a matrix is spoiled: the step is left out, the layer named."""
-    spoiled = jax.tree.map(np.copy, start)
-    layers_of(spoiled.params)[part][name]["weight"][layer] = value
-    after, metrics = taken(program, store, "watched_step", spoiled)
+def test_the_layer_with_bad_weights_is_named(
+    program, store, start, part, name, layer, value
+):
+    """A whole matrix is bad. The step is skipped and the layer is named."""
+    bad_state = jax.tree.map(np.copy, start)
+    layers_of(bad_state.params)[part][name]["weight"][layer] = value
+    next_state, metrics = take_step(program, store, "watched_step", bad_state)
     assert metrics["skipped"] == 1
-    same(after.params, spoiled.params)
-    found = find_culprit(metrics, None)
-    assert found is not None
-    assert (found.quantity, found.layer) == (part, layer)
+    assert_equal(next_state.params, bad_state.params)
+    culprit = find_culprit(metrics, None)
+    assert culprit is not None
+    assert (culprit.quantity, culprit.layer) == (part, layer)
 
 
 def layers_of(params):
     return params["layers"]["0"]["0"]
 
 
-def figures(**changed):
-    """Give three layers' figures, some of them changed."""
+def figures(**replacements):
+    """Return the figures of three layers, with some of them replaced."""
     names = ("residual", "attention", "mlp", "grad_largest", "grad_norm")
-    values = {name: [1.0, 1.0, 1.0] for name in names} | changed
+    values = {name: [1.0, 1.0, 1.0] for name in names} | replacements
     return {f"numerics/{name}": np.array(v) for name, v in values.items()}
 
 
-def test_gradients_go_from_the_last_layer_to_the_first():
-    bad = [np.inf, np.nan, 2.0]
-    found = find_culprit(figures(grad_norm=bad, grad_largest=bad), None)
-    assert str(found) == "layer 1: the norm of its gradients is not finite"
+def test_bad_gradients_are_traced_from_the_last_layer_to_the_first():
+    norms = [np.inf, np.nan, 2.0]
+    culprit = find_culprit(figures(grad_norm=norms, grad_largest=norms), None)
+    assert str(culprit) == "layer 1: the norm of its gradients is not finite"
 
 
-def test_a_spike_is_what_has_grown_most():
-    now = figures(mlp=[2.0, 3.0, 9.0], grad_norm=[1.0, 50.0, 3.0])
+def test_the_figure_that_grew_most_is_the_spike():
+    current = figures(mlp=[2.0, 3.0, 9.0], grad_norm=[1.0, 50.0, 3.0])
     assert (
-        str(find_culprit(now, figures())) == "layer 1: the norm of its gradients is 50"
+        str(find_culprit(current, figures()))
+        == "layer 1: the norm of its gradients is 50"
     )
-    assert find_culprit(now, None) is None
+    assert find_culprit(current, None) is None
     assert find_culprit(figures(mlp=[3.0, 1.0, 1.0]), figures()) is None
 
 
@@ -136,27 +139,30 @@ def test_a_spike_is_what_has_grown_most():
     ],
 )
 def test_figures_are_the_same_on_any_mesh(programs, store, model, mesh, devices):
-    _, alone = taken(programs(*model), store, "watched_step")
+    _, expected = take_step(programs(*model), store, "watched_step")
     program = programs(*model, *mesh, devices=devices)
-    state, found = taken(program, store, "watched_step")
-    names = [name for name in alone if name.startswith("numerics/")]
+    state, watched_metrics = take_step(program, store, "watched_step")
+    names = [name for name in expected if name.startswith("numerics/")]
     for name in names:
-        np.testing.assert_allclose(found[name], alone[name], rtol=1e-3)
-    plain, metrics = taken(program, store, "train_step")
-    same((plain, metrics), (state, {name: found[name] for name in metrics}))
+        np.testing.assert_allclose(watched_metrics[name], expected[name], rtol=1e-3)
+    plain_state, metrics = take_step(program, store, "train_step")
+    assert_equal(
+        (plain_state, metrics),
+        (state, {name: watched_metrics[name] for name in metrics}),
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float8", "int8"])
-def test_what_eight_bits_lose(programs, store, dtype):
-    """Gains of a norm of very different sizes: the small values are flushed."""
+def test_eight_bits_flush_small_values(programs, store, dtype):
+    """The gains of a norm differ so much in size that small values are flushed."""
     program = programs(f"model.compute_dtype={dtype}")
     state = jax.device_get(program.init())
     state = jax.tree.map(np.copy, state)
     scale = layers_of(state.params)["mlp_norm"]["scale"]
     scale[1, :] = 1e-6
     scale[1, 0] = 1.0
-    _, metrics = taken(program, store, "watched_step", state)
+    _, metrics = take_step(program, store, "watched_step", state)
     flushed, saturated = (
         metrics[f"numerics/{name}"] for name in ("flushed", "saturated")
     )
@@ -166,12 +172,12 @@ def test_what_eight_bits_lose(programs, store, dtype):
 
 @pytest.mark.slow
 def test_figures_are_recorded_before_a_score_and_a_save_of_their_step(folder, door):
-    """What a checkpoint holds no start does again: it crashes after step 5."""
-    words = (
+    """No start repeats the steps of a checkpoint. The run crashes after step 5."""
+    overrides = (
         *("log.numerics_interval_steps=1", "checkpoint.save_interval_steps=2"),
         *("log.interval_steps=20", "eval.interval_steps=3", "eval.num_batches=1"),
     )
-    result = door(folder / "crashed", *words, drill="crash:0:5")
+    result = door(folder / "crashed", *overrides, drill="crash:0:5")
     assert result.returncode == 1, result.stderr
     # The other lines count the tokens before a save or an evaluation.
     rows = [row for row in lines(folder / "crashed") if "tokens" not in row]
@@ -182,19 +188,19 @@ def test_figures_are_recorded_before_a_score_and_a_save_of_their_step(folder, do
 @pytest.mark.slow
 @pytest.mark.parametrize(("most", "watched"), [(6, [5, 9]), (0, [5])])
 def test_a_run_names_the_layer_to_blame(folder, door, most, watched):
-    """A layer is spoiled after step 3, and step 4 ends a window: the next one shows it.
+    """A layer is spoiled after step 3, and step 4 ends a window: step 5 shows it.
 
-    It is taken, for that alone, also where no more may be left out."""
+    Step 5 is taken to find the layer even if no further update may be skipped."""
     run = folder / f"blamed-{most}"
-    words = (
+    overrides = (
         *("log.numerics_interval_steps=100", "log.interval_steps=4"),
-        "checkpoint.save_interval_steps=100",  # a save would refuse the spoiled layer
+        "checkpoint.save_interval_steps=100",  # A save would refuse the bad layer.
     )
-    spoil = "fill:3:params.layers.0.0.mlp.down.weight:1:nan"
-    result = door(run, *words, f"train.max_skipped_steps={most}", drill=spoil)
+    fault = "fill:3:params.layers.0.0.mlp.down.weight:1:nan"
+    result = door(run, *overrides, f"train.max_skipped_steps={most}", drill=fault)
     assert result.returncode == 3, result.stderr
     assert "layer 1: its MLP is not finite" in result.stdout + result.stderr
-    seen = [line for line in lines(run) if "numerics/mlp/1" in line]
-    assert [line["step"] for line in seen] == watched
-    assert seen[0]["numerics/mlp/0"] > 0
-    assert seen[0]["numerics/mlp/1"] is None
+    rows = [line for line in lines(run) if "numerics/mlp/1" in line]
+    assert [line["step"] for line in rows] == watched
+    assert rows[0]["numerics/mlp/0"] > 0
+    assert rows[0]["numerics/mlp/1"] is None

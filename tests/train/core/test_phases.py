@@ -1,4 +1,4 @@
-"""A run whose batches change their shape, stopped and continued."""
+"""A run whose batches change their shape can be stopped and continued."""
 
 import re
 import signal
@@ -26,18 +26,18 @@ GROWING = (
 )
 
 
-def test_a_growing_batch_goes_on_on_another_mesh_after_a_preemption(
+def test_a_growing_batch_continues_on_another_mesh_after_a_preemption(
     folder: Path, door: Door
 ):
-    """4 x 128, 2 x 256 and 6 x 384 tokens, then 512 a step from batch 12 on."""
+    """Four steps have 128 tokens, two 256, six 384, and those from batch 12 on 512."""
     straight = folder / "straight"
     stopped = folder / "stopped"
     result = door(straight, *GROWING)
     assert result.returncode == 0, result.stderr
     assert "16 rows x 32 = 512 tokens from batch 12 on" in result.stdout
-    found = [e for e in read_events(straight) if e["event"] == "phase"]
+    phases = [e for e in read_events(straight) if e["event"] == "phase"]
     keys = ("step", "rows", "length")
-    assert [tuple(e[key] for key in keys) for e in found] == [
+    assert [tuple(e[key] for key in keys) for e in phases] == [
         (5, 8, 32),
         (7, 12, 32),
         (13, 16, 32),
@@ -56,7 +56,7 @@ def test_a_growing_batch_goes_on_on_another_mesh_after_a_preemption(
 
 
 class Compiler:
-    """A program that notes when its step is compiled."""
+    """A program that records when its step is compiled."""
 
     def __init__(self, compiled: list[str], name: str):
         self.config = SimpleNamespace(log=SimpleNamespace(numerics_interval_steps=None))
@@ -67,8 +67,10 @@ class Compiler:
 
 def test_the_next_phase_is_compiled_ahead_unless_the_run_ends_before():
     compiled: list[str] = []
-    firsts = {"a": 0, "b": 5, "c": 10}
-    programs = {Phase(n, 4, 16): Compiler(compiled, k) for k, n in firsts.items()}
+    first_batches = {"a": 0, "b": 5, "c": 10}
+    programs = {
+        Phase(n, 4, 16): Compiler(compiled, k) for k, n in first_batches.items()
+    }
     steps = PhaseSteps(programs, last_batch=9)
     steps.get(3)
     steps.begin(5).result()
@@ -83,17 +85,17 @@ def phases_on(program: Program) -> dict[Phase, Program]:
     return phase_programs(program, lambda config: make_program(config, devices))
 
 
-def test_microbatches_of_a_phase_have_at_most_as_many_tokens(programs):
+def test_microbatches_of_all_phases_keep_the_token_limit(programs):
     program = programs(
         *("data.batch_size=8", "data.sequence_length=32", "train.accumulation_steps=2"),
         "data.batch_schedule=[{from_step: 2, rows: 12}, {from_step: 4, rows: 14}]",
         "data.sequence_schedule=[{from_step: 0, length: 8}, "
         "{from_step: 6, length: 32}]",
     )
-    found = phases_on(program)
-    assert tuple(found) == phases_of(program.config.data)
-    # 4 x 32 tokens at most: 8 x 8, 12 x 8 and 14 x 8 fit in one; 14 = 7 x 2 rows.
-    counts = [p.config.train.accumulation_steps for p in found.values()]
+    phases = phases_on(program)
+    assert tuple(phases) == phases_of(program.config.data)
+    # The limit is 4 x 32 tokens. 8 x 8, 12 x 8 and 14 x 8 fit in one; 14 = 7 x 2 rows.
+    counts = [p.config.train.accumulation_steps for p in phases.values()]
     assert counts == [1, 1, 1, 7]
 
 
@@ -113,4 +115,4 @@ def test_a_warm_up_in_tokens_ends_at_the_same_step_in_all_phases(programs):
     )
     configs = [program.config, *(p.config for p in phases_on(program).values())]
     ends = [config.schedule.in_steps(config.data).warmup_steps for config in configs]
-    assert ends == [4] * 4  # 256 + 256 + 384 + 512 tokens
+    assert ends == [4] * 4  # They have 256 + 256 + 384 + 512 tokens.

@@ -1,4 +1,4 @@
-"""A settled config on devices; other meshes are in test_meshes.py."""
+"""A settled config becomes a program; test_meshes.py tries other meshes."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,7 @@ from train.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def born(programs):
-    """The state of step 0, on the host, from one device."""
+    """Return the state of step 0 from one device, on the host."""
     return jax.device_get(programs(devices=1).init())
 
 
@@ -33,11 +33,11 @@ def born(programs):
     ],
 )
 def test_losses_of_muon_do_not_depend_on_the_mesh(programs, store, born, options):
-    """Matrices that lie in parts, and are orthogonalized whole."""
-    alone = programs(*options, devices=1)
-    state = born._replace(optimizer=alone.optimizer.init(born.params))
+    """Sharded matrices are orthogonalized whole."""
+    one_device = programs(*options, devices=1)
+    state = born._replace(optimizer=one_device.optimizer.init(born.params))
     state = jax.device_get(state)
-    expected = losses_of(alone, store, state, 10)
+    expected = losses_of(one_device, store, state, 10)
     sharded = programs(*options, *CUBE, devices=8)
     np.testing.assert_allclose(
         losses_of(sharded, store, state, 10), expected, rtol=1e-5
@@ -46,15 +46,17 @@ def test_losses_of_muon_do_not_depend_on_the_mesh(programs, store, born, options
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor", "lion"])
-def test_nor_do_they_with_what_is_rounded_at_random(programs, store, optimizer):
-    """Entries differ only where a last bit of a gradient turns a rounding."""
-    kept = f"optimizer={optimizer}", "model.param_dtype=bfloat16"
+def test_losses_with_random_rounding_do_not_depend_on_the_mesh(
+    programs, store, optimizer
+):
+    """Entries differ only if the last bit of a gradient changes a rounding."""
+    overrides = f"optimizer={optimizer}", "model.param_dtype=bfloat16"
     if optimizer != "adafactor":
-        kept += ("optimizer.moment_dtype=int8",)
-    alone = programs(*kept, devices=1)
-    cube = programs(*kept, *CUBE, devices=8)
-    state = jax.device_get(alone.init())
-    expected = losses_of(alone, store, state, 10)
+        overrides += ("optimizer.moment_dtype=int8",)
+    one_device = programs(*overrides, devices=1)
+    cube = programs(*overrides, *CUBE, devices=8)
+    state = jax.device_get(one_device.init())
+    expected = losses_of(one_device, store, state, 10)
     assert expected[-1] < expected[0]
     np.testing.assert_allclose(losses_of(cube, store, state, 10), expected, rtol=1e-3)
 
@@ -65,7 +67,7 @@ def test_the_first_state_does_not_depend_on_the_mesh(programs, born):
 
 
 def test_the_step_on_a_cpu_copies_no_part_of_the_state(programs):
-    """What is donated is written in place (train/core/runtime.py, compiler_options)."""
+    """Donated buffers are written in place (compiler_options of train/core/runtime)."""
     program = programs("mesh.data=2", devices=2)
     step = program.train_step.lower(program.state, program.batch).compile()
     assert not re.findall(r"= f32.* copy\(%?param.*", step.as_text())
@@ -78,12 +80,12 @@ def test_settle_takes_vocabulary_and_length_from_the_data():
     assert (model.vocab_size, model.max_sequence_length) == (384, 32)
     assert settle(Config(data=data), 384).model.max_sequence_length is None
     model = replace(learned, vocab_size=512, max_sequence_length=64)
-    asked = Config(data=data, model=model)
-    assert settle(asked, 384) == asked
+    config = Config(data=data, model=model)
+    assert settle(config, 384) == config
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
-    """Padding may be less than ours: 257 ids fit in a vocabulary of 257."""
+    """The padding may be smaller than ours: 257 ids fit in a vocabulary of 257."""
     config = Config(model=ModelConfig(vocab_size=257))
     assert settle(config, 384, 257).model.vocab_size == 257
     with pytest.raises(ConfigError, match=r"vocab_size = 257\n.*the 258 tokens"):
@@ -98,8 +100,8 @@ def test_all_that_does_not_fit_the_devices_is_listed_at_once(programs):
     assert keys == {"model.attention", "data.batch_size", "mesh.params.embed"}
 
 
-def test_no_activation_is_replicated_to_lie_elsewhere(programs, capfd):
-    """What is looked up in tables W[V, D_fsdp] becomes x[B_(data, fsdp), T, D]."""
+def test_no_activation_is_replicated_to_change_its_sharding(programs, capfd):
+    """Rows of tables W[V, D_fsdp] become x[B_(data, fsdp), T, D]."""
     program = programs(*CUBE, "model.position=learned", devices=8)
     program.train_step.lower(program.state, program.batch).compile()
     assert "Involuntary full rematerialization" not in capfd.readouterr().err

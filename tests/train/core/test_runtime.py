@@ -1,4 +1,4 @@
-"""Which platform is chosen, and that nobody else is asked."""
+"""The setup of the runtime chooses a platform, and asks no other platform."""
 
 import os
 import platform
@@ -54,20 +54,20 @@ print(faults() - before)
 
 
 def test_the_cache_of_compiled_programs_may_be_in_a_bucket():
-    """A folder of this machine is tried below, in the process that finds no TPU."""
-    done = subprocess.run(
+    """A local folder is tried below, in the process that finds no TPU."""
+    process = subprocess.run(
         [sys.executable, "-c", REMOTE_CACHE], capture_output=True, text=True, check=True
     )
-    assert done.stdout == "gs://bucket/xla\n"
+    assert process.stdout == "gs://bucket/xla\n"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
-def test_a_step_finds_its_memory_where_the_last_one_left_it():
-    done = subprocess.run(
+def test_a_step_reuses_the_memory_of_the_last_one():
+    process = subprocess.run(
         [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
     )
-    pages = 4 * 4096**2 // 4096  # of one such step
-    assert int(done.stdout) < 20 * pages / 4
+    pages = 4 * 4096**2 // 4096  # A step touches this many.
+    assert int(process.stdout) < 20 * pages / 4
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,7 @@ def test_a_step_finds_its_memory_where_the_last_one_left_it():
         ("AuthenticAMD", "avx2", False),
     ],
 )
-def test_a_cpu_multiplies_in_the_dtype_that_it_is_faster_in(
-    tmp_path, vendor, flags, prefers
-):
+def test_a_cpu_multiplies_in_its_faster_dtype(tmp_path, vendor, flags, prefers):
     info = tmp_path / "cpuinfo"
     info.write_text(f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags}\nvmx flags\t: x\n")
     assert cpu_prefers_bfloat16(info) == prefers
@@ -92,7 +90,7 @@ def test_a_cpu_multiplies_in_the_dtype_that_it_is_faster_in(
     ("chip", "asked", "there"),
     [("v6e", True, True), ("v6e", False, False), ("v5e", True, False)],
 )
-def test_collectives_run_on_sparse_cores_where_that_hides_them(chip, asked, there):
+def test_collectives_run_on_sparse_cores_if_that_hides_them(chip, asked, there):
     device = SimpleNamespace(platform="tpu", device_kind=CHIPS[chip].kind)
     options = compiler_options(device, jnp.bfloat16, asked, profiled=False)
     assert any("sparse_core" in name for name in options) is there
@@ -107,15 +105,15 @@ def test_only_a_profiled_gpu_launches_kernels_separately(profiled):
 
 
 def test_without_a_tpu_its_library_stays_silent(tmp_path):
-    """If libtpu is installed. The cache is where a shell has it."""
-    left = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
-    environment = {k: v for k, v in os.environ.items() if k not in left}
+    """The test matters if libtpu is installed. The cache's ~ is expanded."""
+    variables = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    environment = {k: v for k, v in os.environ.items() if k not in variables}
     environment["HOME"] = str(tmp_path)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", DEVICES], env=environment, capture_output=True, text=True
     )
-    device, cache = done.stdout.split()
+    device, cache = process.stdout.split()
     assert cache == f"{tmp_path}/xla"
     files = ("nvidia*", "accel*", "vfio/[0-9]*", "kfd", "dxg")
     if not any(any(Path("/dev").glob(name)) for name in files):
-        assert (device, done.stderr) == ("cpu", "")
+        assert (device, process.stderr) == ("cpu", "")

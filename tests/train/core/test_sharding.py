@@ -1,4 +1,4 @@
-"""Where every array lies."""
+"""Every array has the sharding that the config declares."""
 
 import jax
 import pytest
@@ -16,15 +16,15 @@ def mistakes(programs, *overrides: str) -> dict[str, tuple[object, str]]:
     return {m.key: (m.value, m.rule) for m in error.value.mistakes}
 
 
-def test_parameters_lie_as_the_table_says(programs):
+def test_parameters_have_the_shardings_of_the_table(programs):
     program = programs(*CUBE, devices=8)
     table = program.config.mesh.params
     infos = dict(named(program.infos, lambda x: isinstance(x, ParamInfo)))
     for name, leaf in named(program.state.params):
         axes = (table[axis] for axis in infos[name].axes)
         spec = PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in axes))
-        told = NamedSharding(program.mesh, spec)
-        assert leaf.sharding.is_equivalent_to(told, leaf.ndim)
+        expected = NamedSharding(program.mesh, spec)
+        assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
     specs = {name: leaf.sharding.spec for name, leaf in named(program.state.params)}
     assert specs["layers.0.0.mlp.up.weight"] == PartitionSpec(
         "pipeline", "fsdp", "tensor"
@@ -42,9 +42,9 @@ def test_bytes_per_device_are_those_of_a_shard(programs):
 
 def test_all_that_does_not_divide_is_listed_at_once(programs):
     shape = ("model.num_heads=3", "model.embed_dim=30", "model.head_dim=8")
-    found = mistakes(programs, *shape, "mesh.fsdp=4", "mesh.tensor=2")
-    assert set(found) == {f"mesh.params.{x}" for x in ("embed", "heads", "kv_heads")}
-    value, rule = found["mesh.params.embed"]
+    result = mistakes(programs, *shape, "mesh.fsdp=4", "mesh.tensor=2")
+    assert set(result) == {f"mesh.params.{x}" for x in ("embed", "heads", "kv_heads")}
+    value, rule = result["mesh.params.embed"]
     assert value == "fsdp"
     assert "embed dim 30 of" in rule
     assert "on 4 devices" in rule
@@ -57,13 +57,13 @@ def test_a_missing_rule_and_two_dims_on_one_axis_are_listed_at_once(programs):
 
 def moments(state, fields: tuple[str, ...], params) -> dict:
     """Find the first or second moment of each parameter in the optimizer's state."""
-    found = {}
+    result = {}
     for path, leaf in by_path(state.optimizer.transform).items():
         for name in params:
             if any(f".{field}{name}" in path for field in fields):
-                assert name not in found
-                found[name] = leaf
-    return found
+                assert name not in result
+                result[name] = leaf
+    return result
 
 
 def by_path(params) -> dict:
@@ -72,7 +72,7 @@ def by_path(params) -> dict:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_every_moment_lies_where_its_parameter_lies(programs, optimizer):
+def test_every_moment_has_the_sharding_of_its_parameter(programs, optimizer):
     program = programs(
         *(f"optimizer={optimizer}", "optimizer.ema_decay=0.9", *CUBE), devices=8
     )
@@ -80,11 +80,11 @@ def test_every_moment_lies_where_its_parameter_lies(programs, optimizer):
     state = program.state
     infos = by_path(program.infos)
     is_matrix = {path for path in params if infos[f"{path}.kind"] is Kind.matrix}
-    with_nu = set(params) - (is_matrix if optimizer == "muon" else set())
+    names_with_nu = set(params) - (is_matrix if optimizer == "muon" else set())
     mu = moments(state, ("mu", "trace"), params)
     nu = moments(state, ("nu",), params)
     assert set(mu) == set(params)
-    assert set(nu) == with_nu
+    assert set(nu) == names_with_nu
     for tree in (mu, nu, by_path(state.optimizer.average)):
         for path, leaf in tree.items():
             param = params[path]
@@ -94,7 +94,7 @@ def test_every_moment_lies_where_its_parameter_lies(programs, optimizer):
 @pytest.mark.parametrize(
     "optimizer", ["optimizer.moment_dtype=int8", "optimizer=adafactor"]
 )
-def test_maxima_and_means_lie_along_what_is_left_of_the_parameter(programs, optimizer):
+def test_maxima_and_means_keep_the_sharding_of_their_dims(programs, optimizer):
     state = programs(optimizer, *CUBE, devices=8).state
     up = state.params["layers"]["0"]["0"]["mlp"]["up"]["weight"]
     layers, inputs, outputs = up.shape

@@ -1,4 +1,4 @@
-"""The ring of recent steps and what is a spike, against the definition."""
+"""The ring of recent steps and the judgement of spikes follow the definition."""
 
 import statistics
 
@@ -15,33 +15,33 @@ SIGMA = 2.0
 
 
 @jax.jit
-def judge(recent, now):
-    """Judge a step, and give the ring with it."""
-    return is_spike(recent, now, SIGMA), remember_accepted(recent, now)
+def judge(recent, current):
+    """Return whether a step is a spike, and the ring with the step added."""
+    return is_spike(recent, current, SIGMA), remember_accepted(recent, current)
 
 
-whole = st.integers(0, 50)  # then no two roundings of a limit disagree on a step
+integers = st.integers(0, 50)  # No rounding of a limit changes a verdict.
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(whole, whole), max_size=40))
+@given(st.lists(st.tuples(integers, integers), max_size=40))
 def test_a_step_is_judged_by_the_last_accepted_ones(steps):
-    accepted = []
+    accepted_steps = []
     recent = empty_recent(WINDOW)
     for step in steps:
-        spike, with_it = judge(recent, jnp.array(step, jnp.float32))
-        last = accepted[-WINDOW:]
-        above = []
-        for now, known in zip(step, zip(*last, strict=True), strict=False):
-            limit = statistics.fmean(known) + SIGMA * statistics.pstdev(known)
-            if abs(now - limit) < 1e-3:  # rounding decides
+        spike, next_recent = judge(recent, jnp.array(step, jnp.float32))
+        last = accepted_steps[-WINDOW:]
+        exceeds = []
+        for value, history in zip(step, zip(*last, strict=True), strict=False):
+            limit = statistics.fmean(history) + SIGMA * statistics.pstdev(history)
+            if abs(value - limit) < 1e-3:  # Rounding decides.
                 return
-            above.append(now > limit)
-        assert bool(spike) == (len(last) >= WINDOW / 2 and any(above))
+            exceeds.append(value > limit)
+        assert bool(spike) == (len(last) >= WINDOW / 2 and any(exceeds))
         if not spike:
-            accepted.append(step)
-            recent = with_it
-    assert int(recent.num_accepted) == len(accepted)
+            accepted_steps.append(step)
+            recent = next_recent
+    assert int(recent.num_accepted) == len(accepted_steps)
     last = sorted(zip(*np.asarray(recent.values).tolist(), strict=True))
-    padding = [(0, 0)] * (WINDOW - len(accepted))
-    assert last == sorted([*accepted[-WINDOW:], *padding])
+    padding = [(0, 0)] * (WINDOW - len(accepted_steps))
+    assert last == sorted([*accepted_steps[-WINDOW:], *padding])

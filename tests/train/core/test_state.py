@@ -1,4 +1,4 @@
-"""What training carries from step to step."""
+"""The state of training is checked for values that are not finite."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from train.core.state import make_finite_check
     ],
     ids=["plain", "offloaded"],
 )
-def test_values_that_are_not_finite_are_found_wherever_they_lie(programs, overrides):
-    """In the last number of any array, of weights, moments or averages, on any mesh."""
+def test_values_that_are_not_finite_are_found_in_any_array(programs, overrides):
+    """The value is the last number of an array of weights, moments or averages."""
     program = programs(*CUBE, *overrides, devices=8)
     state = jax.tree.map(
         lambda leaf: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding),
@@ -29,13 +29,13 @@ def test_values_that_are_not_finite_are_found_wherever_they_lie(programs, overri
     arrays = dict(named(state))
     floating = [n for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)]
     assert any(name.startswith("optimizer.") for name in floating)
-    chosen = floating[:: max(1, len(floating) // 4)]
+    damaged_names = floating[:: max(1, len(floating) // 4)]
 
-    def damaged(path, leaf):
-        if jax.tree_util.keystr(path, simple=True, separator=".") not in chosen:
+    def damage(path, leaf):
+        if jax.tree_util.keystr(path, simple=True, separator=".") not in damaged_names:
             return leaf
         bad = jnp.zeros(leaf.shape, leaf.dtype).at[(-1,) * leaf.ndim].set(jnp.nan)
         return jax.device_put(bad, leaf.sharding)
 
-    found = not_finite(jax.tree_util.tree_map_with_path(damaged, state))
-    assert sorted(found) == sorted(chosen)
+    names = not_finite(jax.tree_util.tree_map_with_path(damage, state))
+    assert sorted(names) == sorted(damaged_names)

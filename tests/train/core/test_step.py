@@ -1,4 +1,4 @@
-"""One update: microbatches, and the guard against spikes and what is not finite."""
+"""One update weighs microbatches by targets, and skips spikes and bad values."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from data.batches import Order
 from tests.train.conftest import take_steps
 from train.core.rows import split
 
-POISON = 383  # an id of the padding: its embedding changes nothing else
+POISON = 383  # This id is padding: its embedding changes nothing else.
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def program(programs):
 
 @pytest.fixture(scope="module")
 def state(program, store):
-    """After three steps, so that no moment is zero; one unused embedding is NaN."""
+    """Return a state without zero moments (step 3). One unused embedding is NaN."""
     state, _ = take_steps(program, store, program.init(), 3)
     table = state.params["embedding"]["weight"].at[POISON].set(jnp.nan)
     state.params["embedding"]["weight"] = table
@@ -31,46 +31,55 @@ def batch_of(program, store, step: int) -> Batch:
     return jax.tree.map(jnp.asarray, Order(store, program.config.data, 0).read(step))
 
 
-def same(a, b) -> None:
+def assert_equal(a, b) -> None:
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
 
 
 def test_an_update_that_is_not_finite_is_left_out(program, store, state):
-    """One poisoned batch: counted, and of no effect on anything that comes after."""
-    good = batch_of(program, store, 3)
-    bad = good._replace(inputs=good.inputs.at[0, 0].set(POISON))
-    after, metrics = program.train_step(jax.tree.map(jnp.asarray, state), bad)
+    """One bad batch is counted, and has no effect on anything that comes after."""
+    good_batch = batch_of(program, store, 3)
+    bad_batch = good_batch._replace(inputs=good_batch.inputs.at[0, 0].set(POISON))
+    skipped_state, metrics = program.train_step(
+        jax.tree.map(jnp.asarray, state), bad_batch
+    )
     assert float(metrics["skipped"]) == 1
     assert not np.isfinite(float(metrics["loss"]))
-    same(after._replace(step=0), state._replace(step=0))
-    assert int(after.step) == int(state.step) + 1
+    assert_equal(skipped_state._replace(step=0), state._replace(step=0))
+    assert int(skipped_state.step) == int(state.step) + 1
 
-    direct, clean = program.train_step(
-        jax.tree.map(jnp.asarray, state)._replace(step=jnp.int32(4)), good
+    expected_state, expected_metrics = program.train_step(
+        jax.tree.map(jnp.asarray, state)._replace(step=jnp.int32(4)), good_batch
     )
     assert int(state.step) == 3
-    later, metrics = program.train_step(after, good)
+    next_state, metrics = program.train_step(skipped_state, good_batch)
     assert float(metrics["skipped"]) == 0
     assert np.isfinite(float(metrics["loss"]))
-    same((later, metrics), (direct, clean))
+    assert_equal((next_state, metrics), (expected_state, expected_metrics))
 
 
 def test_microbatches_weigh_by_their_targets(program, programs, store, state):
-    """Half of the rows have next to no targets: a mean of means would be another."""
-    whole = program
-    parts = programs("optimizer.ema_decay=0.9", "train.accumulation_steps=2", devices=1)
-    batch = batch_of(whole, store, 0)
-    rows = jnp.arange(8)[:, None]
-    few = jnp.where((rows % 2 == 0) & (jnp.arange(32) > 1), -1, batch.targets)
-    batch = batch._replace(targets=few)
-    (even, _) = split(batch, 2).targets
-    assert int((even >= 0).sum()) < 0.2 * int((few >= 0).sum())
-    (one, a), (two, b) = (
-        p.train_step(jax.tree.map(jnp.asarray, state), batch) for p in (whole, parts)
+    """Half of the rows have few targets, so that a mean of means would differ."""
+    baseline = program
+    accumulating = programs(
+        "optimizer.ema_decay=0.9", "train.accumulation_steps=2", devices=1
     )
-    for key in a:
-        assert float(a[key]) == pytest.approx(float(b[key]), rel=1e-5)
-    moment = jax.device_get([s.optimizer.transform[0].mu for s in (one, two)])
+    batch = batch_of(baseline, store, 0)
+    rows = jnp.arange(8)[:, None]
+    targets = jnp.where((rows % 2 == 0) & (jnp.arange(32) > 1), -1, batch.targets)
+    batch = batch._replace(targets=targets)
+    (even_targets, _) = split(batch, 2).targets
+    assert int((even_targets >= 0).sum()) < 0.2 * int((targets >= 0).sum())
+    (baseline_state, baseline_metrics), (accumulated_state, accumulated_metrics) = (
+        p.train_step(jax.tree.map(jnp.asarray, state), batch)
+        for p in (baseline, accumulating)
+    )
+    for key in baseline_metrics:
+        assert float(baseline_metrics[key]) == pytest.approx(
+            float(accumulated_metrics[key]), rel=1e-5
+        )
+    moment = jax.device_get(
+        [s.optimizer.transform[0].mu for s in (baseline_state, accumulated_state)]
+    )
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7), *moment
     )
@@ -91,71 +100,69 @@ def guarded(programs):
 
 @pytest.fixture(scope="module")
 def sixth(guarded, store):
-    """The state of a guarded run after six steps, all of them accepted."""
+    """Return the state of a guarded run after six accepted steps."""
     state, metrics = take_steps(guarded, store, guarded.init(), 6)
-    assert all(found["skipped"] == 0 for found in metrics)
+    assert all(row["skipped"] == 0 for row in metrics)
     return jax.device_get(state)
 
 
-def seen(state, loss: float = 1.0, norm: float = 1.0, num_accepted: int = 6):
-    """Let it be that losses and norms were so much smaller or greater lately."""
+def scale_recent(state, loss: float = 1.0, norm: float = 1.0, num_accepted: int = 6):
+    """Scale the recent losses and norms of a state by these factors."""
     values = state.recent.values * np.array([[loss], [norm]], np.float32)
     recent = state.recent._replace(values=values, num_accepted=np.int32(num_accepted))
     return jax.tree.map(jnp.asarray, state._replace(recent=recent))
 
 
 @pytest.mark.parametrize("smaller", [{"loss": 0.5}, {"norm": 0.2}])
-def test_a_spike_of_either_is_left_out_and_not_remembered(
+def test_a_spike_of_loss_or_norm_is_skipped_and_not_remembered(
     guarded, store, sixth, smaller
 ):
-    before = jax.device_get(seen(sixth, **smaller))
+    previous = jax.device_get(scale_recent(sixth, **smaller))
     batch = batch_of(guarded, store, 6)
-    after, metrics = guarded.train_step(seen(sixth, **smaller), batch)
+    next_state, metrics = guarded.train_step(scale_recent(sixth, **smaller), batch)
     assert float(metrics["skipped"]) == 1
     assert np.isfinite([float(metrics["loss"]), float(metrics["grad_norm"])]).all()
-    same(after._replace(step=0), before._replace(step=0))
-    assert int(after.step) == 7
+    assert_equal(next_state._replace(step=0), previous._replace(step=0))
+    assert int(next_state.step) == 7
 
 
-def test_far_below_is_no_spike_nor_is_anything_before_half_a_window(
-    guarded, store, sixth
-):
-    few = seen(sixth, loss=0.5, num_accepted=1)
-    for state in (seen(sixth, loss=9.0, norm=9.0), few):
-        before = int(state.recent.num_accepted)
-        after, metrics = guarded.train_step(state, batch_of(guarded, store, 6))
+def test_low_values_and_steps_before_half_a_window_are_no_spikes(guarded, store, sixth):
+    short_history = scale_recent(sixth, loss=0.5, num_accepted=1)
+    for state in (scale_recent(sixth, loss=9.0, norm=9.0), short_history):
+        num_accepted = int(state.recent.num_accepted)
+        next_state, metrics = guarded.train_step(state, batch_of(guarded, store, 6))
         assert float(metrics["skipped"]) == 0
-        assert int(after.recent.num_accepted) == before + 1
+        assert int(next_state.recent.num_accepted) == num_accepted + 1
 
 
-def test_what_is_not_finite_does_not_enter_the_window(guarded, store, sixth):
+def test_values_that_are_not_finite_do_not_enter_the_window(guarded, store, sixth):
     state = jax.tree.map(jnp.asarray, sixth)
     table = state.params["embedding"]["weight"].at[POISON].set(jnp.nan)
     state.params["embedding"]["weight"] = table
-    good = batch_of(guarded, store, 6)
-    bad = good._replace(inputs=good.inputs.at[0, 0].set(POISON))
-    state, metrics = guarded.train_step(state, bad)
+    good_batch = batch_of(guarded, store, 6)
+    bad_batch = good_batch._replace(inputs=good_batch.inputs.at[0, 0].set(POISON))
+    state, metrics = guarded.train_step(state, bad_batch)
     assert float(metrics["skipped"]) == 1
-    same(state.recent, sixth.recent)
+    assert_equal(state.recent, sixth.recent)
 
 
-def as_users_compile(program):
-    """Compile its step with the emitters that tests else spare (tests/conftest.py)."""
-    spared = {"xla_cpu_use_fusion_emitters": True}
+def compile_as_users_do(program):
+    """Compile the step with the emitters that tests/conftest.py turns off."""
+    options = {"xla_cpu_use_fusion_emitters": True}
     lowered = program.train_step.lower(program.state, program.batch)
-    return lowered.compile(spared if jax.__version_info__ < (0, 11) else None)
+    return lowered.compile(options if jax.__version_info__ < (0, 11) else None)
 
 
 @pytest.mark.slow
 def test_a_guarded_run_without_spikes_is_the_same_run(program, guarded, store):
-    """To the bit; the average of weights changes nothing either."""
-    step, guarded_step = map(as_users_compile, (program, guarded))
+    """They are bitwise equal. The average of weights changes nothing either."""
+    step, guarded_step = map(compile_as_users_do, (program, guarded))
     state = program.init()
-    other = guarded.init()
+    guarded_state = guarded.init()
     for number in range(6):
         batch = batch_of(program, store, number)
         state, metrics = step(state, batch)
-        other, expected = guarded_step(other, batch)
-        same(metrics, expected)
-    same(state.params, other.params)
+        guarded_state, expected = guarded_step(guarded_state, batch)
+        assert_equal(metrics, expected)
+    assert_equal(state.params, guarded_state.params)
     assert state.recent is None

@@ -1,4 +1,4 @@
-"""Trainers with watchdogs, and none that is left."""
+"""Fixtures that start trainers with watchdogs, and end them after the test."""
 
 import os
 import subprocess
@@ -14,11 +14,11 @@ from tests.train.distributed.trainers import SETUP, Start, Trainer
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Run code after a watchdog was started; kill what is left.
+    """Return a function that starts code with a watchdog; kill trainers after the test.
 
     start(code, process=0, processes=1, folder=tmp_path, wrapper=(), **config)
     """
-    started: list[Trainer] = []
+    trainers: list[Trainer] = []
 
     def start(
         code: str,
@@ -36,10 +36,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
             text=True,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         )
-        started.append(Trainer(popen))
-        return started[-1]
+        trainers.append(Trainer(popen))
+        return trainers[-1]
 
     yield start
-    for trainer in started:
+    for trainer in trainers:
         trainer.popen.kill()
         trainer.popen.communicate()

@@ -1,4 +1,4 @@
-"""Which process this is, among how many: by keys, by variables, by JAX."""
+"""The place of a process comes from the config, the environment or JAX."""
 
 import os
 
@@ -28,14 +28,14 @@ SLURM = {
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave no variable by which this machine's own launcher may be known."""
-    known = ("SLURM_", "OMPI_", "SKYPILOT_", "KUBERNETES_", "TPU_", "MEGASCALE_")
-    others = {*TORCHRUN, "MASTER_PORT", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"}
-    for name in [n for n in os.environ if n.startswith(known) or n in others]:
+    """Remove the variables by which this machine's own launcher may be detected."""
+    prefixes = ("SLURM_", "OMPI_", "SKYPILOT_", "KUBERNETES_", "TPU_", "MEGASCALE_")
+    variables = {*TORCHRUN, "MASTER_PORT", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"}
+    for name in [n for n in os.environ if n.startswith(prefixes) or n in variables]:
         monkeypatch.delenv(name)
 
 
-def place(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], **keys):
+def place_with(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], **keys):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     return find_place(DistributedConfig(**keys))
@@ -56,7 +56,7 @@ def place(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], **keys):
             TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
             ProcessPlace("h0:29500", 4, 2, None),
         ),
-        # torchrun keeps its own store on that port
+        # torchrun keeps its own store on that port.
         (
             TORCHRUN | {"MASTER_PORT": "99", "TORCHELASTIC_USE_AGENT_STORE": "True"},
             ProcessPlace("h0:100", 4, 2, None),
@@ -80,24 +80,25 @@ def place(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], **keys):
     ],
 )
 def test_variables_are_understood(monkeypatch, variables, found):
-    assert place(monkeypatch, variables) == found
+    assert place_with(monkeypatch, variables) == found
 
 
-def test_keys_win_and_one_process_is_alone_whatever_the_variables_say(monkeypatch):
-    assert place(monkeypatch, SLURM, num_processes=1) is None
+def test_keys_override_variables_and_one_process_is_alone(monkeypatch):
+    assert place_with(monkeypatch, SLURM, num_processes=1) is None
     keys = {"coordinator_address": "h:1", "num_processes": 9, "process_id": 8}
-    assert place(monkeypatch, TORCHRUN, **keys) == ProcessPlace("h:1", 9, 8, None)
+    assert place_with(monkeypatch, TORCHRUN, **keys) == ProcessPlace("h:1", 9, 8, None)
 
 
 @pytest.mark.parametrize(
     "variables",
     [
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"},  # salloc
-        SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # its shell a step
+        # salloc may run its shell as a step.
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
     ],
 )
 def test_a_shell_in_a_slurm_job_is_alone_and_says_so(monkeypatch, caplog, variables):
-    assert place(monkeypatch, variables) is None
+    assert place_with(monkeypatch, variables) is None
     assert "srun python -m train" in caplog.text
 
 
@@ -117,18 +118,18 @@ def test_a_shell_in_a_slurm_job_is_alone_and_says_so(monkeypatch, caplog, variab
         ),
     ],
 )
-def test_half_of_what_is_needed_is_refused(monkeypatch, variables, keys, said):
+def test_incomplete_or_wrong_settings_are_refused(monkeypatch, variables, keys, said):
     with pytest.raises(ConfigError) as error:
-        place(monkeypatch, variables, **keys)
+        place_with(monkeypatch, variables, **keys)
     assert said in str(error.value)
 
 
-def test_a_service_that_does_not_answer_may_come_up_yet(monkeypatch):
+def test_a_service_that_does_not_answer_is_worth_a_retry(monkeypatch):
     def fail(*_):
         raise ConnectionError("no route to the metadata server")
 
     monkeypatch.setattr(detection, "detect_place", fail)
     with pytest.raises(Exit, match="no route to") as error:
-        place(monkeypatch, {})
+        place_with(monkeypatch, {})
     assert error.value.code == ABORTED
     assert "distributed.num_processes=1" in str(error.value)

@@ -1,4 +1,4 @@
-"""Faults are injected where the config allows it, and never in silence."""
+"""Faults are injected only if the config allows it, and never silently."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def fault(monkeypatch) -> None:
     monkeypatch.setenv("LONGHAUL_DRILL", "crash:0:7")
 
 
-def test_a_run_in_earnest_ignores_the_variable_and_says_so(fault, caplog):
+def test_a_run_that_is_no_drill_ignores_the_variable_and_says_so(fault, caplog):
     faults = FaultInjection(0, compose([]).runtime.allow_fault_injection)
     assert faults.after(7, NOTHING, NOTHING) is NOTHING
     assert "LONGHAUL_DRILL=crash:0:7 has no effect" in caplog.text

@@ -1,4 +1,4 @@
-"""Preemption: at which step all act on them; signals, at any time."""
+"""All processes act on a preemption after the same step; signals come at any time."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.forks import OUT, Forks
 from train.distributed.preemption import _AFTER, _BEFORE, _LEAVE, _due_step
 
-# A process in one of its phases, that takes preemption.
+# A process that handles preemption, in the phase that its argument names.
 PROGRAM = """
 import contextlib, hashlib, os, sys, time
 from train.distributed.preemption import SAVE, Preemption
@@ -59,23 +59,23 @@ os.slow = Slow()
 
 @pytest.fixture
 def run(forks: Forks, tmp_path: Path) -> Callable[..., tuple[int, str]]:
-    """Send signals to the program, once it is ready; give its code and its words."""
+    """Send signals to the program once it is ready; return its code and its output."""
 
     def run(phase: str, *signals: int) -> tuple[int, str]:
         program = tmp_path / "program.py"
-        said = tmp_path / OUT
+        output = tmp_path / OUT
         program.write_text(PROGRAM)
         process = forks.start([str(program), phase], tmp_path)
-        while not (said.exists() and said.read_text().startswith("ready\n")):
-            os.kill(process, 0)  # it lives
+        while not (output.exists() and output.read_text().startswith("ready\n")):
+            os.kill(process, 0)  # This raises if the process has ended.
             time.sleep(0.01)
         time.sleep(0.3)
         for number in signals:
-            with suppress(ProcessLookupError):  # the one before may have ended it
+            with suppress(ProcessLookupError):  # The previous one may have ended it.
                 os.kill(process, number)
             time.sleep(0.3)
         code = forks.wait()
-        return code, said.read_text().removeprefix("ready\n")
+        return code, output.read_text().removeprefix("ready\n")
 
     return run
 
@@ -88,53 +88,53 @@ def run(forks: Forks, tmp_path: Path) -> Callable[..., tuple[int, str]]:
     ],
 )
 def test_a_signal_ends_the_loop_after_a_step(run, number, code):
-    found, said = run("loop", number)
-    assert found == code
-    assert said.startswith("stopped")
-    assert "left" not in said
+    exit_code, output = run("loop", number)
+    assert exit_code == code
+    assert output.startswith("stopped")
+    assert "left" not in output
 
 
 def test_a_signal_after_the_last_save_leaves_at_once(run):
-    found, said = run("after", signal.SIGTERM)
-    assert (found, said) == (42, "left with 42\n")
+    exit_code, output = run("after", signal.SIGTERM)
+    assert (exit_code, output) == (42, "left with 42\n")
 
 
-def test_notices_until_the_interpreter_is_gone_change_nothing(run):
+def test_late_signals_do_not_change_the_exit_code(run):
     """Python restores the default actions long before the process is gone."""
     notices = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
     assert run("closed", *notices) == (0, "ended\n")
 
 
 def test_a_signal_while_the_main_thread_compiles_leaves_at_once(run):
-    found, said = run("before", signal.SIGTERM)
-    assert (found, said) == (42, "left with 42\n")
+    exit_code, output = run("before", signal.SIGTERM)
+    assert (exit_code, output) == (42, "left with 42\n")
 
 
-def test_ctrl_c_twice_leaves_in_the_midst_of_a_step(run):
-    found, said = run("long", signal.SIGINT, signal.SIGINT)
-    assert (found, said) == (130, "")
+def test_ctrl_c_twice_leaves_in_the_middle_of_a_step(run):
+    exit_code, output = run("long", signal.SIGINT, signal.SIGINT)
+    assert (exit_code, output) == (130, "")
 
 
 def test_a_save_is_due_after_the_next_step(run):
-    _, said = run("save", signal.SIGTERM)
-    assert said.startswith("saved 4\n")
-    assert said.count("saved") == 1
+    _, output = run("save", signal.SIGTERM)
+    assert output.startswith("saved 4\n")
+    assert output.count("saved") == 1
 
 
 steps = st.integers(0, 3)
 
 
 @given(st.lists(steps, min_size=1), st.integers(0, 10**6))
-def test_all_stop_after_the_first_step_that_none_has_passed(ahead, passed):
-    where = [passed + n for n in ahead]
-    assert _due_step(where) == max(where) + 1
+def test_all_stop_after_the_first_step_that_none_has_passed(offsets, base_step):
+    positions = [base_step + n for n in offsets]
+    assert _due_step(positions) == max(positions) + 1
 
 
 @given(st.permutations([_BEFORE, 5, 6]))
-def test_where_one_has_not_begun_all_leave(where):
-    assert _due_step(list(where)) == _LEAVE
+def test_if_one_has_not_begun_all_leave(positions):
+    assert _due_step(list(positions)) == _LEAVE
 
 
-def test_those_through_with_the_last_step_wait_for_the_others():
+def test_processes_after_the_last_step_wait_for_the_others():
     assert _due_step([_AFTER, 9, _AFTER]) == 10
     assert _due_step([_AFTER, _AFTER]) == _LEAVE

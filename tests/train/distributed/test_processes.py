@@ -1,6 +1,6 @@
-"""Several real processes: they find each other, agree, and name who is amiss.
+"""Several real processes find each other, agree, and name the one that differs.
 
-How they end and go on when one is stopped or killed is drilled (tests/drills).
+Drills try how they end and resume when one is stopped or killed (tests/drills).
 """
 
 from pathlib import Path
@@ -17,8 +17,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("cluster"))
 
 
-def overrides(folder: Path, run: str, *more: str) -> list[str]:
-    return [*TINY, *of_text(folder), f"run.dir={folder}/{run}", *more]
+def overrides(folder: Path, run: str, *extra: str) -> list[str]:
+    return [*TINY, *of_text(folder), f"run.dir={folder}/{run}", *extra]
 
 
 def test_a_process_that_differs_is_named(folder):
@@ -36,8 +36,9 @@ def test_a_process_that_differs_is_named(folder):
     assert not (folder / "differs").exists()
 
 
-def test_a_mistake_on_all_is_said_once(folder):
-    run = overrides(folder, "mistake", "mesh=single")  # of two devices
+def test_a_mistake_on_all_processes_is_printed_once(folder):
+    # The mesh has one device, but the two processes have two.
+    run = overrides(folder, "mistake", "mesh=single")
     fleet = Fleet(folder / "mistake-logs", run, 2)
     assert fleet.wait(60) == [78, 78]
     assert "must multiply to the 2 devices" in fleet.said(0)

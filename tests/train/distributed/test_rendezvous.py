@@ -1,4 +1,4 @@
-"""The roll of processes: who is missing, who leaves, who is none of ours."""
+"""A rendezvous names the processes that are missing, leave or are strangers."""
 
 import contextlib
 import json
@@ -32,27 +32,27 @@ def address() -> str:
 
 @pytest.fixture
 def start():
-    """Run in a thread, with a limit far beyond what the test waits for."""
+    """Run a function in a thread; its limit is far beyond the time of the test."""
     threads = ThreadPoolExecutor(16)
-    yield lambda what, *args: threads.submit(what, *args, float(PATIENCE_S))
+    yield lambda function, *args: threads.submit(function, *args, float(PATIENCE_S))
     threads.shutdown(wait=False)
 
 
 @pytest.fixture
 def start_with():
-    """Run in a thread, with a secret as the last argument."""
+    """Run a function in a thread; the last argument is the secret of the run."""
     threads = ThreadPoolExecutor(16)
 
-    def submit(what, *args, patience_s=PATIENCE_S):
-        *first, secret = args
-        return threads.submit(what, *first, float(patience_s), secret)
+    def submit(function, *args, patience_s=PATIENCE_S):
+        *arguments, secret = args
+        return threads.submit(function, *arguments, float(patience_s), secret)
 
     yield submit
     threads.shutdown(wait=False)
 
 
 def connect(address: str) -> socket.socket:
-    """Connect as soon as somebody listens."""
+    """Connect as soon as a process listens."""
     host, _, port = address.partition(":")
     while True:
         try:
@@ -62,80 +62,80 @@ def connect(address: str) -> socket.socket:
 
 
 def hello(process: int, processes: int) -> bytes:
-    said = {"process": process, "processes": processes}
-    return json.dumps(said).encode() + b"\n"
+    message = {"process": process, "processes": processes}
+    return json.dumps(message).encode() + b"\n"
 
 
-def heard(address: str, process: int, processes: int) -> socket.socket:
-    """Arrive, as a process does."""
+def arrive(address: str, process: int, processes: int) -> socket.socket:
+    """Send the hello of a process, and wait for the answer."""
     connection = connect(address)
     connection.sendall(hello(process, processes))
-    said = b'{"heard": true}\n'
-    assert connection.recv(len(said), socket.MSG_WAITALL) == said
+    answer = b'{"heard": true}\n'
+    assert connection.recv(len(answer), socket.MSG_WAITALL) == answer
     return connection
 
 
-def verdict(connection: socket.socket) -> dict:
+def read_verdict(connection: socket.socket) -> dict:
     return json.loads(connection.makefile().readline())
 
 
-def ends(*futures: Future) -> list[tuple[int, str]]:
-    found = []
+def collect_exits(*futures: Future) -> list[tuple[int, str]]:
+    exits = []
     for future in futures:
         with pytest.raises(Exit) as error:
             future.result(PATIENCE_S / 2)
-        found.append((error.value.code, str(error.value)))
-    return found
+        exits.append((error.value.code, str(error.value)))
+    return exits
 
 
-def test_all_go_on_when_all_are_there(start, address):
-    others = [start(join_processes, address, n, 4) for n in (1, 3)]
+def test_all_continue_when_all_have_arrived(start, address):
+    members = [start(join_processes, address, n, 4) for n in (1, 3)]
     first = start(await_processes, address, 4)
-    others.append(start(join_processes, address, 2, 4))
-    for process in (first, *others):
+    members.append(start(join_processes, address, 2, 4))
+    for process in (first, *members):
         process.result(PATIENCE_S)
 
 
-def test_one_that_was_heard_and_leaves_ends_all_at_once(start, address):
+def test_a_process_that_arrives_and_leaves_ends_all_at_once(start, address):
     first = start(await_processes, address, 4)
-    with heard(address, 1, 4) as other:
-        heard(address, 2, 4).close()
-        ((code, said),) = ends(first)
+    with arrive(address, 1, 4) as peer:
+        arrive(address, 2, 4).close()
+        ((code, message),) = collect_exits(first)
         assert code == ABORTED
-        assert "process 2 on " in said
-        assert "left while the others were waited for" in said
-        assert verdict(other) == {"code": code, "wrong": said}
+        assert "process 2 on " in message
+        assert "left while the others were waited for" in message
+        assert read_verdict(peer) == {"code": code, "wrong": message}
 
 
 def test_the_others_end_at_once_when_process_0_leaves(start, address):
     host, _, port = address.partition(":")
     with socket.create_server((host, int(port))) as server:
-        other = start(join_processes, address, 1, 3)
+        member = start(join_processes, address, 1, 3)
         connection, _ = server.accept()
         connection.sendall(b'{"heard": true}\n')
         connection.close()
-    ((code, said),) = ends(other)
+    ((code, message),) = collect_exits(member)
     assert code == ABORTED
-    assert "process 1: process 0 left" in said
+    assert "process 1: process 0 left" in message
 
 
 def test_a_coordinator_of_an_earlier_start_is_not_taken_for_process_0(start, address):
     host, _, port = address.partition(":")
     with socket.create_server((host, int(port))) as server:
-        other = start(join_processes, address, 1, 2)
+        member = start(join_processes, address, 1, 2)
         connection, _ = server.accept()
         connection.sendall(b"\x00\x00\x12\x04")  # HTTP/2
         connection.close()
     start(await_processes, address, 2).result(PATIENCE_S)
-    other.result(PATIENCE_S)
+    member.result(PATIENCE_S)
 
 
-def test_strangers_hold_nobody_up(start, address):
+def test_strangers_do_not_delay_a_job(start, address):
     first = start(await_processes, address, 2)
-    with connect(address), connect(address) as talking, connect(address) as odd:
-        talking.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        odd.sendall(b"[]\n")
-        assert talking.recv(100) == b""  # not spoken with
+    with connect(address), connect(address) as browser, connect(address) as client:
+        browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        client.sendall(b"[]\n")
+        assert browser.recv(100) == b""  # It gets no answer.
         start(join_processes, address, 1, 2).result(PATIENCE_S)
         first.result(PATIENCE_S)
 
@@ -148,33 +148,37 @@ def test_strangers_hold_nobody_up(start, address):
         (2, 8, "but there are 3 processes"),
     ],
 )
-def test_one_that_cannot_be_ends_all(start, address, process, total, said):
+def test_a_process_that_contradicts_the_others_ends_all(
+    start, address, process, total, said
+):
     first = start(await_processes, address, 3)
-    with heard(address, 1, 3) as other:
-        for code, text in ends(first, start(join_processes, address, process, total)):
+    with arrive(address, 1, 3) as peer:
+        for code, text in collect_exits(
+            first, start(join_processes, address, process, total)
+        ):
             assert code == WRONG_CONFIG
             assert said in text
-        assert said in verdict(other)["wrong"]
+        assert said in read_verdict(peer)["wrong"]
 
 
 @pytest.mark.parametrize("processes", [2, 3, 8])
-def test_two_that_are_both_process_0_end_all(start, address, processes):
+def test_two_processes_with_number_0_end_all(start, address, processes):
     first = start(await_processes, address, processes)
     if processes > 2:
-        leader = heard(address, 1, processes)
+        peer = arrive(address, 1, processes)
     else:
-        connect(address).close()  # the first one listens
+        connect(address).close()  # The first one listens.
     second = start(await_processes, address, processes)
-    for code, said in ends(first, second):
-        assert code == WRONG_CONFIG, said
-        assert f"process 0 of {processes} came from" in said
-        assert "its own distributed.process_id" in said
+    for code, message in collect_exits(first, second):
+        assert code == WRONG_CONFIG, message
+        assert f"process 0 of {processes} came from" in message
+        assert "its own distributed.process_id" in message
     if processes > 2:
-        assert verdict(leader)["code"] == WRONG_CONFIG
+        assert read_verdict(peer)["code"] == WRONG_CONFIG
 
 
 def test_more_processes_than_a_process_may_open_files(address):
-    """Where the soft limit is low, as it is on most machines, it is raised."""
+    """The rendezvous raises the soft limit of open files, low on most machines."""
     processes = 300
     code = (
         "import resource; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
@@ -183,12 +187,12 @@ def test_more_processes_than_a_process_may_open_files(address):
         f"await_processes({address!r}, {processes}, {PATIENCE_S})"
     )
     first = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
-    others = [connect(address) for _ in range(1, processes)]
-    for number, other in enumerate(others, 1):
-        other.sendall(hello(number, processes))
-    for other in others:
-        with other:
-            assert other.makefile().read() == '{"heard": true}\n{}\n'
+    connections = [connect(address) for _ in range(1, processes)]
+    for number, connection in enumerate(connections, 1):
+        connection.sendall(hello(number, processes))
+    for connection in connections:
+        with connection:
+            assert connection.makefile().read() == '{"heard": true}\n{}\n'
     assert first.wait(PATIENCE_S) == 0
 
 
@@ -203,21 +207,24 @@ def test_a_port_that_is_taken_is_named(monkeypatch, address):
     assert error.value.code == WRONG_CONFIG
 
 
-def test_a_second_process_of_a_number_is_told_that_the_run_has_begun(start, address):
-    """Where process 0 waited, JAX's coordinator listens by then."""
+def test_a_second_process_with_a_number_learns_that_the_run_has_begun(start, address):
+    """JAX's coordinator listens by then on the port where process 0 waited."""
     host, _, port = address.partition(":")
-    with socket.create_server((host, int(port))) as server, ThreadPoolExecutor() as one:
-        other = one.submit(join_processes, address, 1, 2, 0)
+    with (
+        socket.create_server((host, int(port))) as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        member = pool.submit(join_processes, address, 1, 2, 0)
         connection, _ = server.accept()
-        connection.sendall(b"\x00\x00\x12\x04")  # HTTP/2, which waits for its client
-        ((code, said),) = ends(other)
+        connection.sendall(b"\x00\x00\x12\x04")  # It speaks HTTP/2, and waits.
+        ((code, message),) = collect_exits(member)
         connection.close()
     assert code == WRONG_CONFIG
-    assert "another process of this number" in said
+    assert "another process of this number" in message
 
 
 SIGNED = hello_line(Hello(1, 2), "the secret")
-# What strangers send: nothing of it may end the rendezvous, or enter it.
+# Strangers send these. None may end the rendezvous, or be accepted by it.
 STRANGE = {
     "infinity": b'{"process": Infinity, "processes": 2}\n',
     "minus infinity": b'{"process": 1, "processes": -Infinity}\n',
@@ -255,10 +262,10 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("sent", STRANGE.values(), ids=STRANGE)
-def test_nothing_that_a_stranger_sends_ends_a_job(start_with, address, sent, caplog):
+def test_no_message_of_a_stranger_ends_a_job(start_with, address, sent, caplog):
     first = start_with(await_processes, address, 2, "the secret")
     with connect(address) as stranger, connect(address) as half, connect(address):
-        with contextlib.suppress(OSError):  # it may be turned away before the end
+        with contextlib.suppress(OSError):  # It may be refused before the end.
             stranger.sendall(sent)
             stranger.shutdown(socket.SHUT_WR)
         with contextlib.suppress(OSError):
@@ -271,9 +278,7 @@ def test_nothing_that_a_stranger_sends_ends_a_job(start_with, address, sent, cap
     assert "is no process of this run" in caplog.text
 
 
-def test_slow_clients_and_many_of_them_hold_nobody_up(
-    start_with, address, monkeypatch, caplog
-):
+def test_many_slow_clients_do_not_delay_a_job(start_with, address, monkeypatch, caplog):
     monkeypatch.setattr(arrivals, "CLIENT_S", 4.0)
     monkeypatch.setattr(arrivals, "MAX_UNKNOWN", 4)
     first = start_with(await_processes, address, 2, "the secret")
@@ -306,15 +311,15 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_a_process_believes_only_its_own_process_0(start_with, address, answer):
+def test_a_process_trusts_only_its_own_process_0(start_with, address, answer):
     host, _, port = address.partition(":")
     with socket.create_server((host, int(port))) as server:
-        other = start_with(join_processes, address, 1, 2, "the secret")
+        member = start_with(join_processes, address, 1, 2, "the secret")
         connection, _ = server.accept()
         with connection, contextlib.suppress(OSError):
             connection.sendall(answer)
     start_with(await_processes, address, 2, "the secret").result(PATIENCE_S)
-    other.result(PATIENCE_S)
+    member.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -324,26 +329,24 @@ def test_a_process_believes_only_its_own_process_0(start_with, address, answer):
         *(b'{"code": 1e400}\n', b'{"code": 10000}\n', b"[" * 5000 + b"\n", b"{"),
     ],
 )
-def test_a_verdict_that_cannot_be_read_ends_with_a_known_code(
-    start_with, address, verdict
-):
+def test_an_unreadable_verdict_ends_with_a_known_code(start_with, address, verdict):
     host, _, port = address.partition(":")
     with socket.create_server((host, int(port))) as server:
-        other = start_with(join_processes, address, 1, 2, "the secret")
+        member = start_with(join_processes, address, 1, 2, "the secret")
         connection, _ = server.accept()
         with connection:
             connection.sendall(heard_line("the secret") + verdict)
-    ((code, text),) = ends(other)
+    ((code, text),) = collect_exits(member)
     assert code == ABORTED
     assert "process 0 left" in text
 
 
 def test_two_runs_at_one_port_do_not_take_each_others_processes(start_with, address):
-    """The second run's process is told, and the first run goes on."""
+    """The process of the second run fails, and the first run continues to wait."""
     first = start_with(await_processes, address, 2, "runs/one")
-    connect(address).close()  # it listens
-    other = start_with(join_processes, address, 1, 2, "runs/two", patience_s=0)
-    ((code, text),) = ends(other)
+    connect(address).close()  # It listens now.
+    member = start_with(join_processes, address, 1, 2, "runs/two", patience_s=0)
+    ((code, text),) = collect_exits(member)
     assert code == WRONG_CONFIG
     assert "another run" in text
     assert not first.done()
@@ -351,20 +354,20 @@ def test_two_runs_at_one_port_do_not_take_each_others_processes(start_with, addr
     first.result(PATIENCE_S)
 
 
-def test_those_who_were_turned_away_are_named_when_the_time_is_up(start_with, address):
+def test_refused_processes_are_named_when_the_time_is_up(start_with, address):
     first = start_with(await_processes, address, 2, "runs/one", patience_s=3)
     with connect(address) as stranger:
         stranger.sendall(hello_line(Hello(1, 2), "runs/two"))
-        ((code, text),) = ends(first)
+        ((code, text),) = collect_exits(first)
     assert code == ABORTED
     assert "no sign of process 1" in text
     assert "belongs to another run" in text
 
 
-def test_the_secret_of_a_launcher_comes_before_the_runs_directory(monkeypatch):
+def test_the_secret_of_a_launcher_overrides_the_runs_directory(monkeypatch):
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     assert job_secret("runs/one") == "runs/one"
     monkeypatch.setenv(SECRET_VARIABLE, "of the launcher")
     assert job_secret("runs/one") == "of the launcher"
     for line in (hello_line(Hello(1, 2), "of the launcher"), heard_line("of the laun")):
-        assert b"laun" not in line  # it is never sent
+        assert b"laun" not in line  # The secret is never sent.

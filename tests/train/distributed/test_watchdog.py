@@ -1,4 +1,4 @@
-"""Real trainers of a few lines, each with its watchdog."""
+"""A watchdog ends a trainer that makes no progress, and writes its stacks."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def wait_for_metrics():
     time.sleep(1000)
 wait_for_metrics()
 """)
-    code, said = trainer.end()
+    code, stderr = trainer.end()
     assert code == -signal.SIGABRT
     stacks = stacks_in(tmp_path)
     assert "in wait_for_metrics" in stacks
@@ -37,7 +37,7 @@ wait_for_metrics()
     assert re.search(
         r'watchdog: process 0 on host \S+: no progress in phase "step" \(step 121\) '
         r"for 2 s, allowed 1.5 s\. Stacks: " + re.escape(f"{tmp_path}/stacks/"),
-        said,
+        stderr,
     )
     report = json.loads((tmp_path / "stacks" / "process0.json").read_text())
     assert report["phase"] == "step"
@@ -45,15 +45,15 @@ wait_for_metrics()
 
 
 @pytest.mark.slow
-def test_the_lock_of_the_interpreter_held_for_ever_does_not_help(start, tmp_path):
+def test_a_trainer_that_never_releases_the_interpreter_lock_is_ended(start, tmp_path):
     trainer = start("""
 watchdog.phase("data", 3)
 re.fullmatch("(a|aa)+", "a" * 200 + "b")
 """)
-    code, said = trainer.end()
+    code, stderr = trainer.end()
     assert code == -signal.SIGABRT
     assert "fullmatch" in stacks_in(tmp_path)
-    assert '"data" (step 3)' in said
+    assert '"data" (step 3)' in stderr
 
 
 @pytest.mark.slow
@@ -68,25 +68,27 @@ time.sleep(1000)
     assert trainer.end()[0] == -signal.SIGKILL
 
 
-def test_an_abort_of_its_own_leaves_its_stacks(start, tmp_path):
+def test_a_trainer_that_aborts_leaves_its_stacks(start, tmp_path):
     trainer = start("def lose_a_peer():\n    os.abort()\nlose_a_peer()")
-    code, said = trainer.end()
+    code, stderr = trainer.end()
     assert code == -signal.SIGABRT
     assert "in lose_a_peer" in stacks_in(tmp_path)
-    assert f"process 0 was aborted. Stacks: {tmp_path}/stacks/" in said
+    assert f"process 0 was aborted. Stacks: {tmp_path}/stacks/" in stderr
 
 
 @pytest.mark.slow
 def test_each_phase_has_its_own_time(start):
     code = "watchdog.phase('{}')\ntime.sleep(8)\nwatchdog.close()"
     names = ("init", "compile", "restore", "eval", "save")
-    short = [start(code.format(name), **{f"{name}_timeout_s": 1.0}) for name in names]
-    long = start(code.format("compile"))
-    for name, trainer in zip(names, short, strict=True):
-        code, said = trainer.end()
+    trainers = [
+        start(code.format(name), **{f"{name}_timeout_s": 1.0}) for name in names
+    ]
+    patient = start(code.format("compile"))
+    for name, trainer in zip(names, trainers, strict=True):
+        code, stderr = trainer.end()
         assert code == -signal.SIGABRT, name
-        assert f'"{name}" (step 0)' in said
-    assert long.end() == (0, "")
+        assert f'"{name}" (step 0)' in stderr
+    assert patient.end() == (0, "")
 
 
 @pytest.mark.slow
@@ -101,13 +103,13 @@ watchdog.close()
     slow = start(code.format(5), step_timeout_factor=2)
     fast = start(code.format(0.6), step_timeout_factor=3)
     assert slow.end() == (0, "")
-    code, said = fast.end()
+    code, stderr = fast.end()
     assert code == -signal.SIGABRT
-    assert "allowed 1.8 s" in said
+    assert "allowed 1.8 s" in stderr
 
 
 @pytest.mark.slow
-def test_a_machine_that_slept_is_no_alarm(start):
+def test_a_machine_that_slept_raises_no_alarm(start):
     code = """
 watchdog.phase("eval")
 print("ready", flush=True)
@@ -120,16 +122,16 @@ watchdog.close()
 """
     trainer = start(code, eval_timeout_s=3.0)
     assert trainer.popen.stdout.readline() == "ready\n"
-    both = (trainer.popen.pid, trainer.watcher)
-    for pid in both:
+    pids = (trainer.popen.pid, trainer.watcher)
+    for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(5)
-    for pid in reversed(both):
+    for pid in reversed(pids):
         os.kill(pid, signal.SIGCONT)
     assert trainer.end() == (0, "")
 
 
-def test_not_enabled_it_does_nothing_but_know_the_phases(tmp_path, monkeypatch):
+def test_a_disabled_watchdog_only_checks_the_names_of_phases(tmp_path, monkeypatch):
     monkeypatch.delattr(subprocess, "Popen")
     watchdog = Watchdog(WatchdogConfig(enabled=False), tmp_path, 0, 1)
     for phase in watchdog_process.PHASES:

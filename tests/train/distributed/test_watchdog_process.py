@@ -1,4 +1,4 @@
-"""The process beside a trainer: whom it names, what it survives, and when it goes."""
+"""The watcher of a trainer names stalled processes, survives signals, and ends."""
 
 import ast
 import json
@@ -53,7 +53,7 @@ def test_a_trainer_that_finishes_leaves_nothing_behind(start, tmp_path, ending):
 def test_signals_for_all_processes_do_not_end_the_watcher(start):
     trainer = start("watchdog.phase('step', 1)\ntime.sleep(1000)")
     ignored = 0
-    while not ignored & 1 << signal.SIGUSR2 - 1:  # the last one that it ignores
+    while not ignored & 1 << signal.SIGUSR2 - 1:  # It ignores this signal last.
         status = Path(f"/proc/{trainer.watcher}/status").read_text()
         ignored = int(re.findall(r"SigIgn:\s*(\w+)", status)[0], 16)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
@@ -62,52 +62,54 @@ def test_signals_for_all_processes_do_not_end_the_watcher(start):
 
 
 @pytest.mark.slow
-def test_the_process_behind_is_named_and_reports_of_earlier_starts_are_not(
-    start, tmp_path
-):
-    stale = watchdog_process.Stall(1, "old", "init", 0, 9.0, 1.0)
+def test_a_process_behind_the_others_is_named_without_stale_reports(start, tmp_path):
+    old_report = watchdog_process.Stall(1, "old", "init", 0, 9.0, 1.0)
     (tmp_path / "stacks").mkdir()
     for process in (1, 2):
         file = tmp_path / "stacks" / f"process{process}.json"
-        file.write_text(json.dumps(stale._replace(process=process)._asdict()))
+        file.write_text(json.dumps(old_report._replace(process=process)._asdict()))
         os.utime(file, (time.time() - 60,) * 2)
-    # Both are in their phases from the same moment on, however late one starts.
+    # Both enter their phases at the same moment, even if one starts late.
     folder = tmp_path
-    go = tmp_path / "go"
-    waits = f"""
-while not os.path.exists({str(go)!r}):
+    start_file = tmp_path / "go"
+    code_format = f"""
+while not os.path.exists({str(start_file)!r}):
     time.sleep(0.01)
 watchdog.phase(%r, 118)
 time.sleep(1000)
 """
-    waiting = start(waits % "step", 0, 3, folder)
-    reading = start(waits % "data", 1, 3, folder)
-    go.touch()
-    for trainer in (waiting, reading):
-        code, said = trainer.end()
+    step_trainer = start(code_format % "step", 0, 3, folder)
+    data_trainer = start(code_format % "data", 1, 3, folder)
+    start_file.touch()
+    for trainer in (step_trainer, data_trainer):
+        code, stderr = trainer.end()
         assert code == -signal.SIGABRT
         assert re.search(
             r"; behind: process 1 on host \S+ \(phase data, step 118\); "
             rf"not heard of: process 2\. Stacks: {folder}/stacks/",
-            said,
+            stderr,
         )
 
 
-def test_who_is_behind():
-    def at(process: int, phase: str, step: int) -> watchdog_process.Stall:
+def test_an_earlier_step_or_phase_is_behind():
+    def stall(process: int, phase: str, step: int) -> watchdog_process.Stall:
         return watchdog_process.Stall(process, "h", phase, step, 1.0, 1.0)
 
-    behind = watchdog_process.behind
-    ahead = [at(0, "step", 9), at(2, "step", 9)]
-    slow = behind([*ahead, at(1, "step", 8)], 3)
-    assert slow == "process 1 on host h (phase step, step 8)"
-    assert behind([*ahead, at(1, "save", 9)], 3).startswith("process 1 ")
-    assert behind([*ahead, at(1, "log", 9)], 3).startswith("process 1 ")
-    assert behind([at(0, "eval", 9), at(1, "save", 9)], 2).startswith("process 0 ")
-    assert behind([at(0, "compile", 0), at(1, "init", 0)], 2).startswith("process 1 ")
-    assert behind(ahead[:1], 1) == "none, all heard of are here"
-    many = [at(k, "data", 9) for k in range(3, 15)]
-    assert behind([*ahead, *many], 16).endswith(
+    describe = watchdog_process.behind
+    leaders = [stall(0, "step", 9), stall(2, "step", 9)]
+    text = describe([*leaders, stall(1, "step", 8)], 3)
+    assert text == "process 1 on host h (phase step, step 8)"
+    assert describe([*leaders, stall(1, "save", 9)], 3).startswith("process 1 ")
+    assert describe([*leaders, stall(1, "log", 9)], 3).startswith("process 1 ")
+    assert describe([stall(0, "eval", 9), stall(1, "save", 9)], 2).startswith(
+        "process 0 "
+    )
+    assert describe([stall(0, "compile", 0), stall(1, "init", 0)], 2).startswith(
+        "process 1 "
+    )
+    assert describe(leaders[:1], 1) == "none, all heard of are here"
+    followers = [stall(k, "data", 9) for k in range(3, 15)]
+    assert describe([*leaders, *followers], 16).endswith(
         "(phase data, step 9) and 4 more; not heard of: process 1, 15"
     )
 
@@ -127,10 +129,10 @@ watchdog.phase('step')
 wait()
 """
     trainer = start(f"import signal{late_stacks}")
-    code, said = trainer.end()
+    code, stderr = trainer.end()
     assert code == -signal.SIGABRT
-    assert "stacks does not answer: FileExistsError" in said
-    assert "in wait" in said
+    assert "stacks does not answer: FileExistsError" in stderr
+    assert "in wait" in stderr
 
 
 @pytest.mark.slow
@@ -144,13 +146,14 @@ def test_the_first_process_of_a_container_ends_too(start, tmp_path):
         "assert os.getpid() == 1\nwatchdog.phase('step')\ntime.sleep(1000)",
         wrapper=("unshare", "-Urpf", "--kill-child"),
     )
-    code, said = trainer.end()
-    assert code == signal.SIGABRT  # as an exit code: nothing can signal that process
-    assert "no progress" in said
+    code, stderr = trainer.end()
+    # The signal is an exit code here, because nothing can signal that process.
+    assert code == signal.SIGABRT
+    assert "no progress" in stderr
     assert 'File "<string>"' in stacks_in(tmp_path)
 
 
-def test_the_watcher_starts_with_the_standard_library_alone():
+def test_the_watcher_imports_only_the_standard_library():
     tree = ast.parse(Path(watchdog_process.__file__).read_text())
     for node in tree.body:
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Trainers of a few lines, each with its watchdog: what tests of those share."""
+"""Short trainers, each with its watchdog, for the tests of watchdogs."""
 
 import subprocess
 from collections.abc import Callable
@@ -18,7 +18,7 @@ print(watchdog._child.pid if config.enabled else 0, flush=True)
 
 
 class Trainer:
-    """A trainer that runs, and what it said."""
+    """A trainer process and its watchdog."""
 
     def __init__(self, popen: subprocess.Popen[str]):
         self.popen = popen
@@ -26,9 +26,9 @@ class Trainer:
         self.watcher = int(popen.stdout.readline() or 0)
 
     def end(self) -> tuple[int, str]:
-        """Wait for its end and its watcher's: they hold the same stderr."""
-        _, said = self.popen.communicate(timeout=60)
-        return self.popen.returncode, said
+        """Wait until the trainer and its watcher end, as both hold the same stderr."""
+        _, stderr = self.popen.communicate(timeout=60)
+        return self.popen.returncode, stderr
 
 
 Start = Callable[..., Trainer]

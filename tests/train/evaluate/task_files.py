@@ -1,4 +1,4 @@
-"""Three tasks of local files: choices, texts to score, texts to go on from."""
+"""Three tasks with local files: choices, texts to score, and texts to continue."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 def rows_of(name: str) -> list[dict]:
-    """Give a task's examples: of many lengths, some longer than a row."""
+    """Return a task's examples, which have many lengths; some are longer than a row."""
     if name == "toy_texts":
         return [{"text": f"line {i} says {i * 'so '}" * (i + 1)} for i in range(9)]
     return [
@@ -52,13 +52,13 @@ def rows_of(name: str) -> list[dict]:
 
 
 def write_tasks(folder: Path, **replaced: str) -> str:
-    """Write the task files and their data; give the folder."""
+    """Write the task files, with texts replaced, and their data; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (output_type, rest) in _KINDS.items():
+    for name, (output_type, body) in _KINDS.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows_of(name)))
         head = _HEAD.format(name=name, data=data, output_type=output_type)
-        text = head + rest
+        text = head + body
         for old, new in replaced.items():
             text = text.replace(old, new)
         (folder / f"{name}.yaml").write_text(text)

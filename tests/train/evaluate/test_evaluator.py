@@ -1,4 +1,4 @@
-"""What a run scores while it trains and after its last step."""
+"""A run is scored while it trains and after its last step."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +10,10 @@ from train.cli.command import compose
 from train.evaluate.evaluator import Evaluator
 from train.evaluate.validation import Score
 
-AVAILABLE = 40  # batches of the whole set
+AVAILABLE = 40  # the number of batches of the whole set
 
-# Overrides; how many batches are scored, in order; the prefixes of the last step.
+# Each case has the overrides, the numbers of scored batches in order, and the prefixes
+# of the last step's scores.
 CASES = {
     "by default": ((), [16, -1], ["eval", "eval_whole"]),
     "cut by one key": (("eval.num_batches=2",), [2], ["eval"]),
@@ -51,14 +52,14 @@ def test_the_last_step_is_scored_on_the_same_rows_and_then_on_the_whole_set(
     monkeypatch, capsys, name
 ):
     overrides, wanted, prefixes = CASES[name]
-    asked = []
+    batch_counts = []
 
     def evaluate_all(program, params, sources, num_batches, heartbeat):
-        asked.append(num_batches)
+        batch_counts.append(num_batches)
         for _ in range(3):
             heartbeat()
         is_whole = not 0 <= num_batches < AVAILABLE
-        return {"": Score(float(len(asked)), 1.0, num_batches, is_whole)}
+        return {"": Score(float(len(batch_counts)), 1.0, num_batches, is_whole)}
 
     module = train.evaluate.evaluator
     monkeypatch.setattr(module, "evaluate_all", evaluate_all)
@@ -68,11 +69,11 @@ def test_the_last_step_is_scored_on_the_same_rows_and_then_on_the_whole_set(
     beats = []
     evaluator = Evaluator(program, sources, lambda: beats.append(1))
     first = evaluator.score({})
-    found = evaluator.score_at_end({}, announce=True)
-    assert [*found] == prefixes
-    assert found["eval"] == first
-    assert asked == wanted
-    assert len(beats) == 3 * len(asked)
+    scores = evaluator.score_at_end({}, announce=True)
+    assert [*scores] == prefixes
+    assert scores["eval"] == first
+    assert batch_counts == wanted
+    assert len(beats) == 3 * len(batch_counts)
     shown = capsys.readouterr().err
     assert bool(shown) == (len(wanted) > 1)
     if shown:

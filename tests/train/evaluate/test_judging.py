@@ -1,4 +1,4 @@
-"""Tasks through the doors: in a run, and of its checkpoint; of one process and two."""
+"""Tasks are scored in a run and from its checkpoint, by one process and by two."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
-    """A run of two processes with four devices each, judged as it goes."""
+    """Train a run of two processes with four devices each, which also scores tasks."""
     fleet = Fleet(
         folder / "train",
         [
@@ -43,21 +43,25 @@ def run(folder: Path) -> Path:
     return folder / "run"
 
 
-def judged(run: Path) -> dict[int, dict[str, float]]:
-    found = {}
+def task_scores_of(run: Path) -> dict[int, dict[str, float]]:
+    scores = {}
     for row in read_metrics(run):
-        own = {key: value for key, value in row.items() if key.startswith("tasks/")}
-        if own:
-            found[row["step"]] = own
-    return found
+        task_scores = {
+            key: value for key, value in row.items() if key.startswith("tasks/")
+        }
+        if task_scores:
+            scores[row["step"]] = task_scores
+    return scores
 
 
-def evaluated(run: Path, said: Path, devices: int, count: int) -> dict[str, float]:
-    words = [
+def evaluate_checkpoint(
+    run: Path, logs: Path, devices: int, count: int
+) -> dict[str, float]:
+    overrides = [
         *(f"run.dir={run}", f"tasks={TASKS}", f"task_path={run.parent}/tasks"),
         *("limit=7", f"runtime.cpu_devices={devices}"),
     ]
-    fleet = Fleet(said, words, count, module="train.evaluate")
+    fleet = Fleet(logs, overrides, count, module="train.evaluate")
     assert fleet.wait() == [0] * count, fleet.said() + fleet.said(count - 1)
     lines = [line for line in fleet.said().splitlines() if line.startswith("{")]
     assert "toy_choices  acc_norm" in fleet.said()
@@ -68,21 +72,21 @@ def evaluated(run: Path, said: Path, devices: int, count: int) -> dict[str, floa
     return json.loads(lines[-1])
 
 
-def test_a_run_is_judged_as_it_goes_and_its_checkpoint_is_the_same(run, folder):
-    found = judged(run)
-    assert [*found] == [3, 6]
+def test_a_run_and_its_checkpoint_get_the_same_task_scores(run, folder):
+    run_scores = task_scores_of(run)
+    assert [*run_scores] == [3, 6]
     results = json.loads((run / "results.json").read_text())
-    assert {key: results[key] for key in found[6]} == found[6]
+    assert {key: results[key] for key in run_scores[6]} == run_scores[6]
     assert "Tasks: acc_norm" in (run / "report.html").read_text()
     assert goodput_of(read_events(run)).buckets["eval"] > 0
     for devices, count in ((8, 1), (4, 2)):
-        scores = evaluated(run, folder / f"of-{count}", devices, count)
-        (file,) = (run / "evaluations").iterdir()  # the same question: one answer
-        kept = json.loads(file.read_text())
-        assert kept.pop("asked")["limit"] == 7
-        assert kept == scores
+        scores = evaluate_checkpoint(run, folder / f"of-{count}", devices, count)
+        (file,) = (run / "evaluations").iterdir()  # equal requests share a file
+        record = json.loads(file.read_text())
+        assert record.pop("asked")["limit"] == 7
+        assert record == scores
         assert scores.pop("step") == 6
-        assert scores == pytest.approx(found[6], rel=1e-5)
+        assert scores == pytest.approx(run_scores[6], rel=1e-5)
     ((_, _, rows),) = data_of((run / "report.html").read_text())["tables"]
     (while_training, later) = (row for row in rows if row[:2] == ["toy_choices", "acc"])
     assert (while_training[3:], later[3:]) == (
@@ -92,19 +96,19 @@ def test_a_run_is_judged_as_it_goes_and_its_checkpoint_is_the_same(run, folder):
     assert " ± 0." in later[2]
 
 
-def test_processes_that_are_asked_other_things_say_so(run, folder):
-    other = write_tasks(folder / "other")
+def test_processes_with_different_tasks_refuse_to_start(run, folder):
+    other_tasks = write_tasks(folder / "other")
     examples = folder / "other" / "toy_choices.jsonl"
     examples.write_text(examples.read_text().replace("what is", "what was"))
-    words = (f"run.dir={run}", "tasks=[toy_choices]", "runtime.cpu_devices=4")
-    paths = f"{folder}/tasks", other
-    own = {"own": lambda process: [f"task_path={paths[process]}"]}
-    fleet = Fleet(folder / "differ", words, 2, module="train.evaluate", **own)
+    overrides = (f"run.dir={run}", "tasks=[toy_choices]", "runtime.cpu_devices=4")
+    paths = f"{folder}/tasks", other_tasks
+    options = {"own": lambda process: [f"task_path={paths[process]}"]}
+    fleet = Fleet(folder / "differ", overrides, 2, module="train.evaluate", **options)
     assert fleet.wait() == [78, 78]
     assert "must be the same on all processes" in fleet.said()
     fleet = Fleet(
         folder / "unknown",
-        (*words[:1], "tasks=[none]"),
+        (*overrides[:1], "tasks=[none]"),
         2,
         **{"module": "train.evaluate"},
     )

@@ -1,4 +1,4 @@
-"""What a finished run has to show, and the line that says how to go on."""
+"""A finished run prints its results, and a command that continues it."""
 
 import shlex
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ FOUND = {
 
 @pytest.fixture
 def shown(monkeypatch, capsys):
-    """Print results, and return what people read."""
+    """Return a function that prints results and returns the output."""
     monkeypatch.setattr(train.evaluate.results, "read_events", lambda path: [])
     monkeypatch.setattr(train.evaluate.results, "goodput_of", lambda events: "")
 
@@ -46,7 +46,7 @@ def shown(monkeypatch, capsys):
         ("schedule=constant",),
     ],
 )
-def test_it_means_the_same_run_and_each_key_once(typed, shown):
+def test_the_command_continues_the_same_run_and_has_each_key_once(typed, shown):
     config = compose(typed)
     command = shlex.join(["python", "-m", "train", *typed])
     out = shown(FOUND, command, config, run_dir(config))
@@ -54,17 +54,20 @@ def test_it_means_the_same_run_and_each_key_once(typed, shown):
     overrides = shlex.split(line)[6:]
     keys = [override.partition("=")[0] for override in overrides]
     assert len({*keys}) == len(keys)
-    after = compose(overrides)
-    assert run_dir(after) == run_dir(config)
-    assert after.train.num_steps == 60
-    assert after.schedule.final_fraction != 0 or after.schedule.name == "constant"
+    next_config = compose(overrides)
+    assert run_dir(next_config) == run_dir(config)
+    assert next_config.train.num_steps == 60
+    assert (
+        next_config.schedule.final_fraction != 0
+        or next_config.schedule.name == "constant"
+    )
 
 
 TEXT = b"".join(b"line %d of a text that compresses well\n" % n for n in range(1000))
 
 
-def left_by(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
-    """Give the results of a run that scored so much of a text of 10,001 tokens."""
+def results_after(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
+    """Return the results after scoring all or a part of a text of 10,001 tokens."""
     monkeypatch.setattr(
         train.evaluate.results, "continue_rows", lambda *args, **named: ["\x1b[2Jx"]
     )
@@ -78,10 +81,10 @@ def left_by(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
         num_bytes=lambda split: len(TEXT),
         text=lambda split, limit: TEXT[:limit],
     )
-    whole = num_batches < 0
+    is_whole = num_batches < 0
     evaluations = {
         PART: {"": Score(1.25, 2.0, 400)},
-        WHOLE if whole else FINAL: {"": Score(1.0, 1.5, num_targets, whole)},
+        WHOLE if is_whole else FINAL: {"": Score(1.0, 1.5, num_targets, is_whole)},
     }
     return compute_results(program, {}, sources, 30, evaluations)
 
@@ -104,7 +107,7 @@ def test_rows_that_are_the_whole_set_have_one_line():
 
 
 def test_results_for_people(monkeypatch, shown):
-    values = left_by(monkeypatch, -1, 10_000)
+    values = results_after(monkeypatch, -1, 10_000)
     assert values["validation_bytes"] == len(TEXT)
     out = shown(values)
     assert "            the same " in out
@@ -116,7 +119,7 @@ def test_results_for_people(monkeypatch, shown):
 
 
 def test_compressors_get_no_more_text_than_was_scored(monkeypatch, shown):
-    values = left_by(monkeypatch, 2, 499)
+    values = results_after(monkeypatch, 2, 499)
     assert values["validation_bytes"] == round(500 / 10_001 * len(TEXT))
     assert values["compressed_bytes"] == values["validation_bytes"]
     text = format_bytes(values["compressed_bytes"])
@@ -124,7 +127,7 @@ def test_compressors_get_no_more_text_than_was_scored(monkeypatch, shown):
     line += f"of 499 of 10,001 tokens, evenly spread; the first {text} in bits per byte"
     assert line in shown(values)
     monkeypatch.setattr(train.evaluate.results, "_COMPRESSED_BYTES", 2048)
-    out = shown(left_by(monkeypatch, -1, 10_000))
+    out = shown(results_after(monkeypatch, -1, 10_000))
     assert "the first 2.00 KiB of it in bits per byte" in out
 
 

@@ -1,4 +1,4 @@
-"""What tasks of lm-evaluation-harness make of a model."""
+"""Tasks of lm-evaluation-harness score a model."""
 
 import os
 import socket
@@ -50,7 +50,7 @@ def params(programs):
     return perturbed(programs(*SMALL, devices=1).config.model, seed=4)
 
 
-def of_requests(program, params, requests):
+def scores_of(program, params, requests):
     model = HarnessModel(program, BYTES)
     model.params = jax.device_put(params, program.shardings.params)
     encoded = [(None, *model._encode_pair(*request)) for request in requests]
@@ -59,10 +59,10 @@ def of_requests(program, params, requests):
 
 @pytest.fixture(scope="module")
 def together(programs, params):
-    return of_requests(programs(*SMALL, devices=1), params, REQUESTS)
+    return scores_of(programs(*SMALL, devices=1), params, REQUESTS)
 
 
-def by_hand(
+def score_alone(
     program,
     params,
     context: str,
@@ -70,15 +70,18 @@ def by_hand(
     first: tuple[int, ...] = (),
     num_tokens: int = BYTES.n_vocab,
 ) -> tuple[float, bool]:
-    """Score a text behind a context token by token, each with all that fits before.
+    """Score a text after its context in windows, which hold all earlier tokens that
+    fit.
 
-    `first` are tokens before the context, and `num_tokens` the tokenizer's size.
+    `first` are the tokens before the context, and `num_tokens` is the tokenizer's size.
     """
     model = bind(program.model, params)
     execution = program.execution._replace(placement=ONE_DEVICE)
-    before, tokens = (encode(BYTES, part.encode()).tolist() for part in (context, text))
-    before = [*first, *before]
-    whole = [*before, *tokens]
+    previous, tokens = (
+        encode(BYTES, part.encode()).tolist() for part in (context, text)
+    )
+    previous = [*first, *previous]
+    all_tokens = [*previous, *tokens]
     T = program.config.data.sequence_length
 
     @jax.jit
@@ -89,28 +92,28 @@ def by_hand(
 
     nats = 0.0
     greedy = True
-    for start in range(len(before), len(whole), T):
-        stop = min(start + T, len(whole))
-        seen = whole[max(0, stop - T - 1) : stop]
+    for start in range(len(previous), len(all_tokens), T):
+        stop = min(start + T, len(all_tokens))
+        window = all_tokens[max(0, stop - T - 1) : stop]
         row = np.zeros(T, np.int32)
-        row[: len(seen) - 1] = seen[:-1]
-        scores = np.asarray(log_probabilities(row))[: len(seen) - 1]
-        for at, token in enumerate(seen[1:]):
-            if at >= len(seen) - 1 - (stop - start):
-                nats += scores[at, token]
-                greedy &= scores[at].argmax() == token
+        row[: len(window) - 1] = window[:-1]
+        scores = np.asarray(log_probabilities(row))[: len(window) - 1]
+        for index, token in enumerate(window[1:]):
+            if index >= len(window) - 1 - (stop - start):
+                nats += scores[index, token]
+                greedy &= scores[index].argmax() == token
     return nats, bool(greedy)
 
 
 @pytest.mark.slow
-def test_many_at_once_are_what_each_is_by_hand(programs, params, together):
+def test_requests_of_one_batch_score_as_each_does_alone(programs, params, together):
     program = programs(*SMALL, devices=1)
     for request, score in list(zip(REQUESTS, together, strict=True))[::2]:
-        nats, greedy = by_hand(program, params, *request)
+        nats, greedy = score_alone(program, params, *request)
         assert score == (pytest.approx(nats, rel=1e-5), greedy)
 
 
-def imported(bos_token: int | None) -> FolderEncoding:
+def imported_encoding(bos_token: int | None) -> FolderEncoding:
     return FolderEncoding(
         "imported",
         pat_str=r"(?s:.+)",
@@ -124,13 +127,18 @@ def imported(bos_token: int | None) -> FolderEncoding:
 @pytest.mark.parametrize("rule", ["true", "false"])
 @pytest.mark.parametrize(
     ("encoding", "begin", "before_prompts"),
-    [(BYTES, 256, False), (imported(257), 257, True), (imported(None), 256, False)],
+    [
+        (BYTES, 256, False),
+        (imported_encoding(257), 257, True),
+        (imported_encoding(None), 256, False),
+    ],
     ids=["bytes", "adds", "plain"],
 )
 def test_texts_begin_as_documents_do_in_training(
     programs, params, rule, encoding, begin, before_prompts
 ):
-    """With the BOS of an imported tokenizer that adds one, otherwise end-of-text."""
+    """A BOS begins them if an imported tokenizer adds one, and otherwise
+    end-of-text."""
     program = programs(*SMALL, f"data.document_start={rule}", devices=1)
     model = HarnessModel(program, encoding)
     model.params = jax.device_put(params, program.shardings.params)
@@ -139,15 +147,15 @@ def test_texts_begin_as_documents_do_in_training(
         begin = 256
         first = ()
     requests = [("", " b"), ("def f(x):", " return x"), ("a" * 70, " b")]
-    found = model.loglikelihood(instances(requests, "loglikelihood"))
+    results = model.loglikelihood(instances(requests, "loglikelihood"))
     texts = ["def f(x):", "x" * 100]
     rolled = model.loglikelihood_rolling(
         instances([(text,) for text in texts], "loglikelihood_rolling")
     )
-    score = partial(by_hand, program, params, num_tokens=encoding.n_vocab)
-    for (context, text), (nats, _) in zip(requests, found, strict=True):
-        before = first if context else (begin,)
-        expected, _ = score(context, text, first=before)
+    score = partial(score_alone, program, params, num_tokens=encoding.n_vocab)
+    for (context, text), (nats, _) in zip(requests, results, strict=True):
+        prefix = first if context else (begin,)
+        expected, _ = score(context, text, first=prefix)
         assert nats == pytest.approx(expected, rel=1e-5)
     for text, nats in zip(texts, rolled, strict=True):
         expected, _ = score("", text, first=(begin,))
@@ -164,14 +172,14 @@ def test_the_likeliest_tokens_are_greedy(programs, params):
     context = encode(BYTES, b"def f(x):").tolist()
     model.params = jax.device_put(params, program.shardings.params)
     requests = [(None, context, [token]) for token in range(BYTES.n_vocab)]
-    found = model._loglikelihood_tokens(requests)
+    scores = model._loglikelihood_tokens(requests)
     model.params = jax.tree.map(jnp.zeros_like, model.params)
-    alike = model._loglikelihood_tokens(requests[:8])
-    assert [greedy for _, greedy in alike] == [True] + [False] * 7  # the first of them
-    best = max(range(BYTES.n_vocab), key=lambda token: found[token][0])
-    assert [i for i, (_, greedy) in enumerate(found) if greedy] == [best]
-    # All of them, and no padding of the vocabulary.
-    assert sum(np.exp(score) for score, _ in found) == pytest.approx(1, rel=1e-5)
+    uniform_scores = model._loglikelihood_tokens(requests[:8])
+    assert [greedy for _, greedy in uniform_scores] == [True] + [False] * 7  # a tie
+    best = max(range(BYTES.n_vocab), key=lambda token: scores[token][0])
+    assert [i for i, (_, greedy) in enumerate(scores) if greedy] == [best]
+    # The padding of the vocabulary has no probability.
+    assert sum(np.exp(score) for score, _ in scores) == pytest.approx(1, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +191,9 @@ def test_a_mesh_or_smaller_batches_change_no_score(
     """No more rows are scored at once than a microbatch has."""
     program = programs(*SMALL, *more, devices=devices)
     assert HarnessModel(program, BYTES)._num_rows == rows
-    found = of_requests(program, params, REQUESTS)
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in together]
-    assert [s for s, _ in found] == pytest.approx([s for s, _ in together], rel=1e-5)
+    scores = scores_of(program, params, REQUESTS)
+    assert [greedy for _, greedy in scores] == [greedy for _, greedy in together]
+    assert [s for s, _ in scores] == pytest.approx([s for s, _ in together], rel=1e-5)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 30])
@@ -194,7 +202,9 @@ def test_whole_texts_are_cut_as_the_harness_cuts_them(count):
 
     tokens = list(range(1, count + 1))
     theirs = [*map(make_disjoint_window, get_rolling_token_windows(tokens, 0, 8, 1))]
-    ours = [(before, part) for _, before, part in split_into_windows(0, [0], tokens, 8)]
+    ours = [
+        (context, part) for _, context, part in split_into_windows(0, [0], tokens, 8)
+    ]
     assert ours == theirs
 
 
@@ -206,7 +216,7 @@ def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked, ca
     placed = jax.device_put(params, program.shardings.params)
     metrics = tasks.score(placed, lambda: beats.append(1))
     assert tasks.score(placed) == metrics
-    assert "Tokenizing" not in capfd.readouterr().err  # a bar in the log of a run
+    assert "Tokenizing" not in capfd.readouterr().err  # no progress bar
     assert {f"tasks/toy_choices/{m}" for m in ("acc", "acc_norm")} < {*metrics}
     assert metrics["tasks/toy_choices/acc_stderr"] > 0
     assert metrics["tasks/toy_texts/bits_per_byte"] > 1
@@ -214,8 +224,8 @@ def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked, ca
     assert len(beats) > 5
     fewer = Tasks(load_tasks(asked), asked._replace(limit=3), program, BYTES)
     assert fewer.fingerprint != tasks.fingerprint
-    again = Tasks(load_tasks(asked), asked, program, BYTES)
-    assert again.fingerprint == tasks.fingerprint
+    repeated = Tasks(load_tasks(asked), asked, program, BYTES)
+    assert repeated.fingerprint == tasks.fingerprint
 
 
 @pytest.mark.slow
@@ -228,29 +238,31 @@ def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked, ca
     ],
 )
 def test_any_mesh_gives_the_same_answers(programs, asked, model, mesh):
-    found = []
+    scores = []
     for layout in ((), mesh):
-        typed = ("model.num_layers=2", "data.sequence_length=64", *model, *layout)
-        program = programs(*typed, devices=8 if layout else 1)
-        drawn = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
+        overrides = ("model.num_layers=2", "data.sequence_length=64", *model, *layout)
+        program = programs(*overrides, devices=8 if layout else 1)
+        initial_params = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
         tasks = Tasks(load_tasks(asked), asked, program, BYTES)
-        found.append(tasks.score(jax.device_put(drawn, program.shardings.params)))
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
+        scores.append(
+            tasks.score(jax.device_put(initial_params, program.shardings.params))
+        )
+    assert scores[1] == pytest.approx(scores[0], rel=1e-4)
 
 
-def rule_of(*asked, key: str = "tasks") -> str:
+def rule_of(*fields, key: str = "tasks") -> str:
     with pytest.raises(ConfigError) as error:
-        load_tasks(TaskRequest(*asked, key))
+        load_tasks(TaskRequest(*fields, key))
     (mistake,) = error.value.mistakes
     assert mistake.key == key
     return mistake.rule
 
 
-def test_what_is_not_there_is_said_when_tasks_are_loaded(
+def test_what_tasks_lack_is_reported_when_they_are_loaded(
     asked, tmp_path, monkeypatch, programs
 ):
-    own = partial(TaskManager, include_defaults=False)  # listing all takes seconds
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", own)
+    manager = partial(TaskManager, include_defaults=False)  # listing all takes seconds
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
     unknown = ["toy_choises"], asked.path, None, None
     assert f"of the folder task_path={asked.path}" in rule_of(*unknown)
     assert "folder eval.task_path=" in rule_of(*unknown, key="eval.tasks")
@@ -261,12 +273,12 @@ def test_what_is_not_there_is_said_when_tasks_are_loaded(
     assert ".[eval]" in rule_of(NAMES, asked.path, None, None)
     monkeypatch.undo()
     long = write_tasks(tmp_path / "long", **{"max_gen_toks: 12": "max_gen_toks: 64"})
-    wanted = TaskRequest(NAMES, long, None, None)
+    request = TaskRequest(NAMES, long, None, None)
     with pytest.raises(ConfigError, match="64 tokens, but must leave room"):
-        Tasks(load_tasks(wanted), wanted, programs(*SMALL, devices=1), BYTES)
+        Tasks(load_tasks(request), request, programs(*SMALL, devices=1), BYTES)
 
 
-def test_a_hub_out_of_reach_is_not_asked_again_and_again(asked, monkeypatch):
+def test_an_unreachable_hub_is_not_asked_again(asked, monkeypatch):
     for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -278,14 +290,14 @@ def test_a_hub_out_of_reach_is_not_asked_again_and_again(asked, monkeypatch):
         load_tasks(asked)
         assert "HF_HUB_OFFLINE" not in os.environ
     monkeypatch.setenv("https_proxy", "http://localhost:1")
-    load_tasks(asked)  # who knows what is behind it
+    load_tasks(asked)  # a proxy may reach the hub
     assert "HF_HUB_OFFLINE" not in os.environ
     monkeypatch.delenv("https_proxy")
     load_tasks(asked)
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
-def test_the_number_of_examples_shown_is_the_tasks_or_what_is_asked(asked):
+def test_the_number_of_examples_shown_is_the_tasks_or_the_requested(asked):
     def shown(num_fewshot):
         loaded = load_tasks(asked._replace(num_fewshot=num_fewshot))
         return {task.config.num_fewshot for task in loaded["tasks"].values()}
@@ -294,14 +306,18 @@ def test_the_number_of_examples_shown_is_the_tasks_or_what_is_asked(asked):
     assert shown(2) == {2}
 
 
-def test_keys_that_do_not_go_together_are_refused():
+def test_keys_that_exclude_each_other_are_refused():
     run = RunConfig(name="x")
     sets = {"web": EvalSet("web")}
     (alone,) = evaluate_mistakes(EvaluateConfig(run, limit=3))
-    both = evaluate_mistakes(
+    mistakes = evaluate_mistakes(
         EvaluateConfig(run, tasks=["piqa"], sets=sets, num_batches=2)
     )
-    assert [alone.key, *(each.key for each in both)] == ["limit", "sets", "num_batches"]
+    assert [alone.key, *(mistake.key for mistake in mistakes)] == [
+        "limit",
+        "sets",
+        "num_batches",
+    ]
     fits = EvaluateConfig(run, tasks=["piqa"], limit=3, batch_size=4)
     assert evaluate_mistakes(fits) == []
 

@@ -1,4 +1,4 @@
-"""The harness' own backend for transformers, given our export, finds what we find."""
+"""Our export scores the same in the harness's own backend for transformers."""
 
 import jax
 import pytest
@@ -32,7 +32,7 @@ def test_both_give_the_same_answers_to_each_example(
     ours.params = jax.device_put(params, program.shardings.params)
     theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=1)
     path = write_tasks(tmp_path / "tasks")
-    mine, its = (
+    our_results, their_results = (
         simple_evaluate(
             model,
             tasks=NAMES,
@@ -43,18 +43,22 @@ def test_both_give_the_same_answers_to_each_example(
         for model in (ours, theirs)
     )
     for name in NAMES:
-        own = {row["doc_id"]: row for row in mine["samples"][name]}
-        assert len(own) == len(its["samples"][name]) > 5
-        for row in its["samples"][name]:
-            answers = own[row["doc_id"]]["resps"]
-            for ours_, theirs_ in zip(answers, row["resps"], strict=True):
-                same(ours_[0], theirs_[0])
-        for key, value in its["results"][name].items():
+        our_rows = {row["doc_id"]: row for row in our_results["samples"][name]}
+        assert len(our_rows) == len(their_results["samples"][name]) > 5
+        for row in their_results["samples"][name]:
+            responses = our_rows[row["doc_id"]]["resps"]
+            for our_response, their_response in zip(
+                responses, row["resps"], strict=True
+            ):
+                check_equal(our_response[0], their_response[0])
+        for key, value in their_results["results"][name].items():
             if isinstance(value, float):
-                assert mine["results"][name][key] == pytest.approx(value, rel=1e-4)
+                assert our_results["results"][name][key] == pytest.approx(
+                    value, rel=1e-4
+                )
 
 
-def same(ours, theirs) -> None:
+def check_equal(ours, theirs) -> None:
     if isinstance(ours, tuple):
         assert ours[0] == pytest.approx(theirs[0], rel=1e-4)
         assert ours[1] is theirs[1]

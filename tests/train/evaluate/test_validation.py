@@ -1,4 +1,4 @@
-"""The score of a checkpoint."""
+"""A checkpoint is scored on the validation set."""
 
 import math
 import re
@@ -24,14 +24,14 @@ def params(programs):
     return params_of(GPT(config, nnx.Rngs(4), MODEL_PARTS))
 
 
-def scored(program, params, store, num_batches):
+def score_of(program, params, store, num_batches):
     params = jax.device_put(params, program.shardings.params)
     return evaluate(program, params, store, num_batches)
 
 
 @pytest.fixture(scope="module")
 def whole(programs, params, store):
-    return scored(programs(*RULE, devices=1), params, store, -1)
+    return score_of(programs(*RULE, devices=1), params, store, -1)
 
 
 def test_each_token_is_scored_once(whole, store):
@@ -41,7 +41,7 @@ def test_each_token_is_scored_once(whole, store):
 def test_the_loss_is_the_mean_over_tokens_and_bits_are_per_byte(
     programs, params, store, whole
 ):
-    """Row by row in numpy, from the logits."""
+    """The expected loss is computed row by row in numpy, from the logits."""
     program = programs(*RULE, devices=1)
     model = bind(program.model, params)
     execution = program.execution._replace(placement=ONE_DEVICE)
@@ -62,17 +62,17 @@ def test_the_loss_is_the_mean_over_tokens_and_bits_are_per_byte(
         count += len(rows)
     assert whole.num_targets == count
     assert whole.loss == pytest.approx(nats / count, rel=1e-5)
-    # The sum over all tokens, ends of documents among them, over the text's bytes.
+    # All tokens count, also the ends of documents; the bytes are those of the text.
     bits = nats / math.log(2) / store.num_bytes("validation")
     assert whole.bits_per_byte == pytest.approx(bits, rel=1e-5)
 
 
-def test_as_many_batches_as_asked_for(programs, params, store, whole):
-    found = scored(programs(*RULE, devices=1), params, store, 2)
+def test_only_the_requested_batches_are_scored(programs, params, store, whole):
+    score = score_of(programs(*RULE, devices=1), params, store, 2)
     batches = list(validation_batches(store, programs(*RULE, devices=1).config.data, 2))
     assert len(batches) == 2
-    assert found.num_targets == sum((b.targets >= 0).sum() for b in batches)
-    assert found.num_targets < whole.num_targets
+    assert score.num_targets == sum((b.targets >= 0).sum() for b in batches)
+    assert score.num_targets < whole.num_targets
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,21 @@ def test_as_many_batches_as_asked_for(programs, params, store, whole):
 def test_on_a_mesh_in_microbatches_the_score_is_the_same(
     programs, params, store, whole, mesh, count, parts
 ):
-    """And no more than one of them passes through the layers at once."""
-    typed = (*RULE, *mesh)
-    cut = programs(*typed, f"train.accumulation_steps={parts}", devices=count)
-    found = scored(cut, params, store, -1)
-    assert found.num_targets == whole.num_targets
-    assert found.loss == pytest.approx(whole.loss, rel=1e-6)
-    rows = 8 // math.prod(cut.mesh.shape[axis] for axis in ("data", "fsdp"))
-    for program, own in ((programs(*typed, devices=count), rows), (cut, rows // parts)):
+    """No more than one microbatch passes through the layers at once."""
+    overrides = (*RULE, *mesh)
+    microbatched = programs(
+        *overrides, f"train.accumulation_steps={parts}", devices=count
+    )
+    score = score_of(microbatched, params, store, -1)
+    assert score.num_targets == whole.num_targets
+    assert score.loss == pytest.approx(whole.loss, rel=1e-6)
+    rows = 8 // math.prod(microbatched.mesh.shape[axis] for axis in ("data", "fsdp"))
+    for program, expected_rows in (
+        (programs(*overrides, devices=count), rows),
+        (microbatched, rows // parts),
+    ):
         step = program.eval_step.lower(program.state.params, program.batch)
         hidden = {
             int(n) for n in re.findall(r"tensor<(\d+)x32x32xf32>", step.as_text())
         }
-        assert max(hidden) == own
+        assert max(hidden) == expected_rows

@@ -1,4 +1,4 @@
-"""Adafactor: the paper's, matrix by matrix."""
+"""Adafactor follows the paper, matrix by matrix."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from train.config import OptimizerName
 ADAFACTOR = replace(ADAMW, name=OptimizerName.adafactor, weight_decay=0.0)
 
 
-def test_of_single_arrays_it_is_optaxs():
+def test_single_arrays_are_updated_as_in_optax():
     params = jax.tree.map(lambda x: 0.3 * x, draw(0))
     optimizer = optax.adafactor(ADAFACTOR.learning_rate, min_dim_size_to_factor=1)
     state = optimizer.init(params)
@@ -33,37 +33,43 @@ def test_of_single_arrays_it_is_optaxs():
             np.testing.assert_allclose(ours[step][0][name], theirs[name], rtol=1e-5)
 
 
-def test_a_stack_is_its_matrices_and_heads_are_outputs():
+def test_layers_of_a_stack_are_updated_separately_and_heads_are_outputs():
     shape = {"matrix": (2, 8, 3, 4), "vector": (2, 8)}
     axes = ("embed", "heads", "head_dim")
-    stacked = {
+    stacked_infos = {
         "matrix": ParamInfo(("layers", *axes), Kind.matrix, 1),
         "vector": ParamInfo(("layers", "embed"), Kind.vector),
     }
-    alone = {
+    layer_infos = {
         "matrix": ParamInfo(("embed", "mlp"), Kind.matrix, 1),
         "vector": INFOS["vector"],
     }
     params = draw(0, shape)
     grads = [draw(step, shape) for step in (1, 2)]
-    size = jnp.array([1.0, 1e3])  # of a layer: a limit that both share would show
+    size = jnp.array([1.0, 1e3])  # A limit that both layers share would show.
     for grad in grads:
         grad["matrix"] *= size[:, None, None, None]
-    (_, (found, state)) = take_steps(ADAFACTOR, params, 2, infos=stacked, grads=grads)
-    kept = [leaf.shape for leaf in jax.tree.leaves(state.transform) if leaf.ndim]
-    assert sorted(kept) == [(2, 1, 3, 4), (2, 8), (2, 8, 1, 1)]
+    (_, (new_params, state)) = take_steps(
+        ADAFACTOR, params, 2, infos=stacked_infos, grads=grads
+    )
+    state_shapes = [
+        leaf.shape for leaf in jax.tree.leaves(state.transform) if leaf.ndim
+    ]
+    assert sorted(state_shapes) == [(2, 1, 3, 4), (2, 8), (2, 8, 1, 1)]
 
-    def of(tree, layer: int):
+    def layer_of(tree, layer: int):
         flat = {"matrix": (8, 12), "vector": (8,)}
         return {name: tree[name][layer].reshape(flat[name]) for name in tree}
 
     for layer in range(2):
-        own = [of(grad, layer) for grad in grads]
-        start = of(params, layer)
-        (_, (single, _)) = take_steps(ADAFACTOR, start, 2, infos=alone, grads=own)
+        layer_grads = [layer_of(grad, layer) for grad in grads]
+        start = layer_of(params, layer)
+        (_, (single, _)) = take_steps(
+            ADAFACTOR, start, 2, infos=layer_infos, grads=layer_grads
+        )
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
-            of(found, layer),
+            layer_of(new_params, layer),
             single,
         )
 
@@ -79,7 +85,7 @@ def test_padding_of_the_vocabulary_changes_no_step():
         name: info._replace(padding=padding[name]) for name, info in infos.items()
     }
 
-    def padded(tree):
+    def pad(tree):
         table, head = (jnp.pad(tree[k], [(0, 6), (0, 6)]) for k in ("table", "head"))
         return {"table": table[:, :8], "head": head[:8]}
 
@@ -87,15 +93,15 @@ def test_padding_of_the_vocabulary_changes_no_step():
     params = draw(0, shapes)
     grads = [draw(step, shapes) for step in (1, 2)]
     expected = take_steps(ADAFACTOR, params, 2, infos=infos, grads=grads)[-1][0]
-    found = take_steps(
+    result = take_steps(
         ADAFACTOR,
-        padded(params),
+        pad(params),
         2,
         infos=padded_infos,
-        grads=[padded(grad) for grad in grads],
+        grads=[pad(grad) for grad in grads],
     )[-1][0]
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
-        found,
-        padded(expected),
+        result,
+        pad(expected),
     )

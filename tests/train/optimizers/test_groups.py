@@ -16,16 +16,16 @@ FROZEN = ParameterGroup("*", learning_rate=0.0)
 
 @pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])
 def test_a_group_scales_the_rate_and_replaces_the_decay(config):
-    """One step, whose decay is a part of the step."""
+    """A single step shows both, since the decay is a part of it."""
     params = draw(0)
     ((plain, _),) = take_steps(config, params, 1)
     ((grouped, _),) = take_steps(replace(config, groups=[HALF]), params, 1)
     for name in ("matrix", "table"):
         np.testing.assert_array_equal(grouped[name], plain[name])
-    before = params["vector"]
+    old_vector = params["vector"]
     decay = 0.01 * 0.5 * 0.2 * params["vector"]
-    half_step = 0.5 * (plain["vector"] - before) - decay
-    np.testing.assert_allclose(grouped["vector"] - before, half_step, atol=1e-7)
+    half_step = 0.5 * (plain["vector"] - old_vector) - decay
+    np.testing.assert_allclose(grouped["vector"] - old_vector, half_step, atol=1e-7)
 
 
 @pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])
@@ -35,8 +35,10 @@ def test_the_first_group_that_matches_a_parameter_has_it(config):
     assert group_members(config, INFOS) == [["matrix"], ["table", "vector"]]
     params = draw(0)
     ((new, _),) = take_steps(config, params, 1)
-    changed = {name for name in params if not np.array_equal(new[name], params[name])}
-    assert changed == {"matrix"}
+    changed_names = {
+        name for name in params if not np.array_equal(new[name], params[name])
+    }
+    assert changed_names == {"matrix"}
 
 
 def test_a_group_without_parameters_is_a_mistake():

@@ -1,4 +1,4 @@
-"""Which parameters of a model have a matrix for each head."""
+"""Some parameters of a model have a matrix for each head."""
 
 import math
 
@@ -22,7 +22,7 @@ CASES = {
 
 @pytest.mark.parametrize("mixer", CASES)
 def test_heads_that_are_outputs_have_their_own_matrices(configure, mixer):
-    """The output projection and what has no heads stay whole."""
+    """The output projection and parameters without heads stay whole."""
     options, expected = CASES[mixer]
     overrides = (f"model.{option}" for option in [f"mixer={mixer}", *options])
     model = abstract_gpt(configure(*overrides).model, MODEL_PARTS)
@@ -30,10 +30,10 @@ def test_heads_that_are_outputs_have_their_own_matrices(configure, mixer):
     heads = {}
     for name, info in named(param_infos(model), is_info):
         if info.kind is Kind.matrix:
-            whole, apart = (
+            total_size, head_size = (
                 math.prod(matrix_dims(info, per_head=flag).fans(shapes[name].shape))
                 for flag in (False, True)
             )
-            if whole != apart:
-                heads[name.split(".")[-2]] = whole // apart
+            if total_size != head_size:
+                heads[name.split(".")[-2]] = total_size // head_size
     assert heads == expected

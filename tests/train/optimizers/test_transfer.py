@@ -1,4 +1,4 @@
-"""Rates that transfer from a small model to a larger one."""
+"""Rates transfer from a small model to a larger one."""
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ TRANSFER = (*MODEL, "optimizer.transfer=completep", *BASE)
 ADAMW = ("optimizer=adamw", "optimizer.weight_decay=0.3", "optimizer.epsilon=0.01")
 
 
-def paper(name: str) -> tuple[float, float, float, float]:
-    """Give a parameter's multiplier, and factors on rate, decay and epsilon.
+def paper_factors(name: str) -> tuple[float, float, float, float]:
+    """Return a parameter's multiplier, and factors on rate, decay and epsilon.
 
-    Dey et al., arXiv:2505.01618, table 1, with alpha = 1.
+    The source is Dey et al., arXiv:2505.01618, table 1, with alpha = 1.
     """
     if name.startswith("head"):
         return 1 / WIDTH, 1.0, 1.0, 1 / WIDTH
@@ -53,18 +53,20 @@ def test_adamw_with_multipliers_on_branches_and_logits_computes_the_same(
         program.state.params,
     )
     state = optimizer.init(params)
-    found = params
+    new_params = params
     grads = [jax.tree.map(lambda x, s=s: jnp.sin(s * x), params) for s in (3, 7)]
     for step, grad in enumerate(grads):
         norm = optax.tree.norm(grad)
-        found, state, _ = optimizer.update(grad, norm, state, found, step + 100)
+        new_params, state, _ = optimizer.update(
+            grad, norm, state, new_params, step + 100
+        )
     infos = dict(named(program.infos, lambda x: hasattr(x, "kind")))
     clips = [min(1.0, 1 / (float(optax.tree.norm(g)) + 1e-6)) for g in grads]
     gradients = [dict(named(grad)) for grad in grads]
-    wanted = dict(named(params))
-    found = dict(named(found))
-    for name, value in wanted.items():
-        multiplier, rate, decay, epsilon = paper(name)
+    initial = dict(named(params))
+    new_params = dict(named(new_params))
+    for name, value in initial.items():
+        multiplier, rate, decay, epsilon = paper_factors(name)
         adamw = optax.adamw(
             config.learning_rate * rate,
             config.b1,
@@ -80,7 +82,7 @@ def test_adamw_with_multipliers_on_branches_and_logits_computes_the_same(
             )
             theirs += updates
         np.testing.assert_allclose(
-            found[name], multiplier * theirs, rtol=1e-5, atol=1e-6, err_msg=name
+            new_params[name], multiplier * theirs, rtol=1e-5, atol=1e-6, err_msg=name
         )
 
 
@@ -91,9 +93,9 @@ def test_initial_stds_are_those_of_the_base(programs: Programs, init: str):
     base = ("model.embed_dim=16", "model.num_layers=2", "model.num_heads=1")
     base = programs(*MODEL, *base, "model.num_kv_heads=1", *keys).init().params
     for (name, x), (_, y) in zip(named(large), named(base), strict=True):
-        multiplier, rate, *_ = paper(name)
-        wanted = float(jnp.std(y)) * multiplier * rate**0.5
-        assert float(jnp.std(x)) == pytest.approx(wanted, rel=0.25, abs=1e-6), name
+        multiplier, rate, *_ = paper_factors(name)
+        expected = float(jnp.std(y)) * multiplier * rate**0.5
+        assert float(jnp.std(x)) == pytest.approx(expected, rel=0.25, abs=1e-6), name
 
 
 def test_a_branch_that_ends_with_a_norm_is_scaled_by_it(programs: Programs):
@@ -126,17 +128,17 @@ def test_a_branch_that_ends_with_a_norm_is_scaled_by_it(programs: Programs):
 def test_the_block_of_a_prediction_module_is_scaled_like_a_layer(
     programs: Programs, init: str, std: float, keys: tuple[str, ...]
 ):
-    ahead = () if "model.predict_ahead=2" in keys else ("model.predict_ahead=1",)
-    typed = (f"model.init={init}", *keys, *ahead, *ADAMW)
-    factors = programs(*TRANSFER, *typed).optimizer.factors
+    depth = () if "model.predict_ahead=2" in keys else ("model.predict_ahead=1",)
+    overrides = (f"model.init={init}", *keys, *depth, *ADAMW)
+    factors = programs(*TRANSFER, *overrides).optimizer.factors
     block = "predict_ahead.0.block."
     names = [name for name in factors if name.startswith(block)]
     for name in names:
-        of_layer = factors["layers.0.0." + name.removeprefix(block)]
-        assert factors[name] == of_layer, name
+        layer_factors = factors["layers.0.0." + name.removeprefix(block)]
+        assert factors[name] == layer_factors, name
     if "model.norm_placement=after" not in keys and "both" not in str(keys):
-        wanted = std / DEPTH**0.5, 1 / (WIDTH * DEPTH), 1 / WIDTH
-        assert factors[block + "attention.output.weight"] == pytest.approx(wanted)
+        expected = std / DEPTH**0.5, 1 / (WIDTH * DEPTH), 1 / WIDTH
+        assert factors[block + "attention.output.weight"] == pytest.approx(expected)
     projection = factors["predict_ahead.0.projection.weight"]
     assert projection == (std, 1 / WIDTH, 1 / WIDTH)
 
@@ -154,8 +156,8 @@ def test_a_tied_head_is_scaled_by_the_last_norm(programs: Programs):
 
 def test_a_model_of_the_base_size_does_not_change(programs: Programs):
     base = ("optimizer.base_width=64", "optimizer.base_depth=4")
-    changed = programs(*MODEL, "optimizer.transfer=completep", *base, *ADAMW)
-    assert {*changed.optimizer.factors.values()} == {(1.0, 1.0, 1.0)}
+    program = programs(*MODEL, "optimizer.transfer=completep", *base, *ADAMW)
+    assert {*program.optimizer.factors.values()} == {(1.0, 1.0, 1.0)}
 
 
 @pytest.mark.parametrize(("scale", "rate"), [("spectral", 1.0), ("rms", WIDTH**-0.5)])
@@ -168,8 +170,8 @@ def test_muons_rate_follows_the_norm_of_its_update(
     assert factors["layers.0.0.mlp.down.weight"].learning_rate == rate / DEPTH
 
 
-def test_a_longer_run_takes_steps_of_the_same_equation():
-    """arXiv:2512.22382: the noise and the decay of a token stay the same."""
+def test_a_longer_run_follows_the_same_equation():
+    """The noise and the decay of a token stay the same (arXiv:2512.22382)."""
     config = OptimizerConfig(learning_rate=0.01, base_steps=1000)
     ours = fit_to_length(config, 4000)
     assert ours.learning_rate == pytest.approx(0.005)

@@ -1,4 +1,4 @@
-"""Muon's result is the same wherever matrices lie, on any number of devices."""
+"""Muon's result is the same for any sharding and any number of devices."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from train.optimizers.matrix_dims import matrix_dims
 from train.optimizers.muon import orthogonalize
 from train.optimizers.whole_matrices import map_whole_matrices
 
-SHAPES = {  # of 3 layers; wide, tall, with heads, a few experts, one alone
+# All but the last have 3 layers. Some are wide, tall, or have heads or experts.
+SHAPES = {
     "up": ((3, 16, 32), ("layers", "embed", "mlp"), 1),
     "down": ((3, 32, 16), ("layers", "mlp", "embed"), 1),
     "query": ((3, 16, 8, 4), ("layers", "embed", "heads", "head_dim"), 1),
@@ -51,19 +52,19 @@ def drawn():
     return arrays, infos
 
 
-def alone(arrays, infos, per_head):
+def orthogonalize_alone(arrays, infos, per_head):
     results = []
     for array, info in zip(arrays, infos, strict=True):
         if per_head and info.axes[-2:] == ("heads", "head_dim"):
             heads = [array[..., head, :] for head in range(array.shape[-2])]
             flat = [info._replace(axes=("layers", "embed", "head_dim"))] * len(heads)
-            results.append(np.stack(alone(heads, flat, per_head), -2))
+            results.append(np.stack(orthogonalize_alone(heads, flat, per_head), -2))
             continue
         split = info.stack_dims + info.inputs
         fan_in = int(np.prod(array.shape[info.stack_dims : split]))
         matrices = array.reshape(-1, fan_in, int(np.prod(array.shape[split:])))
-        one_by_one = [orthogonalize(m[None], jnp.float32) for m in matrices]
-        results.append(np.stack(one_by_one).reshape(array.shape))
+        outputs = [orthogonalize(m[None], jnp.float32) for m in matrices]
+        results.append(np.stack(outputs).reshape(array.shape))
     return results
 
 
@@ -71,7 +72,7 @@ def alone(arrays, infos, per_head):
     ("shape", "table", "per_head"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_each_matrix_is_seen_whole_and_alone(drawn, shape, table, per_head):
+def test_each_matrix_is_orthogonalized_whole_and_alone(drawn, shape, table, per_head):
     arrays, infos = drawn
     mesh = jax.make_mesh(
         shape,
@@ -80,10 +81,10 @@ def test_each_matrix_is_seen_whole_and_alone(drawn, shape, table, per_head):
     )
     specs = [PartitionSpec(*map(TABLES[table].get, i.axes)) for i in infos]
     shardings = [NamedSharding(mesh, spec) for spec in specs]
-    placed = jax.device_put(arrays, shardings)
+    sharded_arrays = jax.device_put(arrays, shardings)
 
     @jax.jit
-    def ours(arrays):
+    def map_sharded(arrays):
         return map_whole_matrices(
             lambda x: orthogonalize(x, jnp.float32),
             arrays,
@@ -93,6 +94,8 @@ def test_each_matrix_is_seen_whole_and_alone(drawn, shape, table, per_head):
             dtype=jnp.float32,
         )
 
-    expected = alone(arrays, infos, per_head)
-    for name, own, one in zip(SHAPES, ours(placed), expected, strict=True):
-        np.testing.assert_allclose(own, one, atol=3e-6, err_msg=name)
+    expected = orthogonalize_alone(arrays, infos, per_head)
+    for name, result, reference in zip(
+        SHAPES, map_sharded(sharded_arrays), expected, strict=True
+    ):
+        np.testing.assert_allclose(result, reference, atol=3e-6, err_msg=name)

@@ -1,4 +1,4 @@
-"""Programs on devices that are not there."""
+"""Programs are laid out on absent devices."""
 
 from collections.abc import Callable
 

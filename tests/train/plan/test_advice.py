@@ -1,4 +1,4 @@
-"""Each bottleneck is named, with keys that exist and a config that is laid out."""
+"""Advice names the bottleneck, and its overrides give a valid config."""
 
 import dataclasses
 import re
@@ -8,24 +8,27 @@ import pytest
 from tests.train.machines import execution, machine, total
 from train.plan.advice import advise, print_prediction
 
-SECOND = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
-DCN_SECOND = 0.33 * 3.125e9
+PER_SECOND = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
+DCN_PER_SECOND = 0.33 * 3.125e9
 FSDP = "mesh=fsdp data.batch_size=256"
 TENSOR = "mesh=fsdp_tensor mesh.tensor=16"
 SLICES = "data.batch_size=512"
 
 
 def step(products=1.0, memory=0.5, recomputed=1.0, **seconds):
-    """A step that keeps resources busy for these seconds: ici and dcn by their axis."""
-    sent = [
-        total(axis.removeprefix("dcn_"), "DCN", DCN_SECOND * time)
+    """Return a step that keeps each resource busy for a number of seconds.
+
+    `seconds` has the mesh axis of each collective over ICI, or `dcn_` and the axis.
+    """
+    collectives = [
+        total(axis.removeprefix("dcn_"), "DCN", DCN_PER_SECOND * time_s)
         if axis.startswith("dcn_")
-        else total(axis, "ICI", SECOND["ici"] * time)
-        for axis, time in seconds.items()
+        else total(axis, "ICI", PER_SECOND["ici"] * time_s)
+        for axis, time_s in seconds.items()
     ]
-    flops = SECOND["products"] * products
-    num_bytes = SECOND["memory"] * memory
-    return execution(flops, round(num_bytes), *sent, needed=flops / recomputed)
+    flops = PER_SECOND["products"] * products
+    num_bytes = PER_SECOND["memory"] * memory
+    return execution(flops, round(num_bytes), *collectives, needed=flops / recomputed)
 
 
 CASES = [
@@ -65,38 +68,38 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "cost", "bottleneck", "override"), CASES)
-def test_the_bottleneck_is_named_and_the_remedy_can_be_typed(
+def test_the_bottleneck_is_named_and_the_remedy_is_an_override(
     composed, layout, cost, bottleneck, override, capsys
 ):
     name, *overrides = layout.split()
-    at = machine(composed, name, *overrides)
-    prediction = at.predict(cost)
-    advice = advise(prediction, at.config)
+    cluster = machine(composed, name, *overrides)
+    prediction = cluster.predict(cost)
+    advice = advise(prediction, cluster.config)
     assert advice.override == override
     assert re.search(bottleneck, advice.bottleneck), advice.bottleneck
     print_prediction(prediction, advice)
     assert f"{advice.change}: {advice.override}".strip(": ") in capsys.readouterr().out
     if override and override != "search=true":
-        changed = machine(composed, name, *overrides, *override.split())
-        assert changed.config != at.config
+        changed_cluster = machine(composed, name, *overrides, *override.split())
+        assert changed_cluster.config != cluster.config
 
 
 def test_idle_matrix_units_are_named(composed):
-    at = machine(composed, "v6e-8", "mesh=fsdp", "data.batch_size=8")
-    prediction = dataclasses.replace(at.predict(step()), fill=0.25)
-    assert "25% of matrix units" in advise(prediction, at.config).bottleneck
+    cluster = machine(composed, "v6e-8", "mesh=fsdp", "data.batch_size=8")
+    prediction = dataclasses.replace(cluster.predict(step()), fill=0.25)
+    assert "25% of matrix units" in advise(prediction, cluster.config).bottleneck
 
 
-def test_what_bounds_each_section_is_printed(composed, capsys):
+def test_the_bound_of_each_section_is_printed(composed, capsys):
     """Products bound the step as a whole, but memory bounds the loss."""
-    at = machine(composed, "v5e-256", *FSDP.split())
+    cluster = machine(composed, "v5e-256", *FSDP.split())
     layers = step(products=3.0)
     loss = step(products=0.5, memory=1.0)
     (first,) = layers.sections
     (second,) = loss.sections
     sections = (first, dataclasses.replace(second, name="loss"))
-    prediction = at.predict(dataclasses.replace(layers, sections=sections))
-    advice = advise(prediction, at.config)
+    prediction = cluster.predict(dataclasses.replace(layers, sections=sections))
+    advice = advise(prediction, cluster.config)
     assert advice.bottleneck.startswith("bound by computing")
     print_prediction(prediction, advice)
     assert "step: matrix products, loss: main memory" in capsys.readouterr().out

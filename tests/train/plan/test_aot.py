@@ -1,4 +1,4 @@
-"""Training steps compiled for machines that are not there, through the door."""
+"""Training steps are compiled for absent machines, also by `python -m train.plan`."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ LONG = ("data.sequence_length=128", "model.compute_dtype=auto", "model.num_layer
 SMALL = (*LONG, "model.num_heads=4", "model.embed_dim=32", "optimizer=adamw")
 
 
-def test_the_compilers_words_become_bytes():
+def test_the_compilers_message_becomes_bytes():
     error = out_of_memory(
         "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, "
         "the total memory required for HLO temporaries (20.50G) exceeds "
@@ -46,7 +46,7 @@ def held_bytes(parts) -> int:
 )
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(NO_LIBTPU), reason=f"{NO_LIBTPU}")
-def test_a_step_for_tpus_is_that_of_training(configure, planning, target, overrides):
+def test_a_step_for_tpus_is_the_training_step(configure, planning, target, overrides):
     machine = parse_target(target)
     config = configure(*LONG, "mesh=fsdp", *overrides, "data.batch_size=16")
     program = make_program(config, fake_devices(machine))
@@ -55,16 +55,16 @@ def test_a_step_for_tpus_is_that_of_training(configure, planning, target, overri
     assert program.execution.attention.kernel == "splash"
     assert '"tpu_custom_call"' in compiled.as_text()
     assert ("megascale" in compiled.as_text()) == (machine.slices > 1)
-    assert parts["arguments"].bytes >= held_bytes(parts)  # padded to tiles
-    assert parts["outputs"].bytes < 2**14  # the state is written over the old one
+    assert parts["arguments"].bytes >= held_bytes(parts)  # They are padded to tiles.
+    assert parts["outputs"].bytes < 2**14  # The new state overwrites the old.
 
 
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(NO_LIBTPU), reason=f"{NO_LIBTPU}")
-def test_too_large_a_step_is_a_verdict_with_figures(configure, planning):
+def test_a_step_that_is_too_large_ends_with_figures(configure, planning):
     target = parse_target("v5e-1")
-    large = "model.mlp_dim=65536"
-    config = configure(*LONG, "model.embed_dim=8192", large, "data.batch_size=1")
+    mlp = "model.mlp_dim=65536"
+    config = configure(*LONG, "model.embed_dim=8192", mlp, "data.batch_size=1")
     program = make_program(config, fake_devices(target))
     with pytest.raises(OutOfMemory) as error:
         compile_step(program)
@@ -78,10 +78,10 @@ def plan(forks: Forks, tmp_path: Path) -> Callable[..., tuple[str, str]]:
     """Run `python -m train.plan` and return its stdout and stderr."""
 
     def plan(*overrides: str, code: int = 0) -> tuple[str, str]:
-        done = forks.run(["-m", "train.plan", *SMALL, *overrides], tmp_path)
-        assert done.returncode == code, done.stderr[-4000:]
-        assert "Traceback" not in done.stderr
-        return done.stdout, done.stderr
+        result = forks.run(["-m", "train.plan", *SMALL, *overrides], tmp_path)
+        assert result.returncode == code, result.stderr[-4000:]
+        assert "Traceback" not in result.stderr
+        return result.stdout, result.stderr
 
     return plan
 
@@ -95,10 +95,10 @@ def plan(forks: Forks, tmp_path: Path) -> Callable[..., tuple[str, str]]:
     ],
 )
 def test_a_compiled_plan_is_one_json_object(plan, target, attention, code):
-    small = ["mesh=ddp", "data.batch_size=8", "runtime.cpu_devices=2"]
+    overrides = ["mesh=ddp", "data.batch_size=8", "runtime.cpu_devices=2"]
     margin = "margin=0.99999999" if code else "margin=0.05"
     options = (margin, "json=true", "plan.array=norm.scale")
-    out, _ = plan(f"target={target}", *small, *options, code=code)
+    out, _ = plan(f"target={target}", *overrides, *options, code=code)
     values = json.loads(out)
     assert values["target"] == target
     assert values["attention"] == attention
@@ -130,13 +130,13 @@ def test_all_mistakes_are_listed_at_once(plan):
 
 @pytest.mark.skipif(NO_PLUGIN is None, reason="the compiler is installed")
 def test_without_the_compiler_a_step_is_estimated(plan, tmp_path):
-    small = "mesh=fsdp", "data.batch_size=8", f"output={tmp_path}"
-    out, err = plan("target=h100-8", *small)
+    overrides = "mesh=fsdp", "data.batch_size=8", f"output={tmp_path}"
+    out, err = plan("target=h100-8", *overrides)
     assert "pip install -e '.[plan-gpu]'" in err
     assert "fits        not known" in out
     assert "MFU" in out
-    saved = json.loads((tmp_path / "plan.json").read_text())
+    values = json.loads((tmp_path / "plan.json").read_text())
     html = (tmp_path / "plan.html").read_text()
-    assert saved["fits"]
-    assert data_of(html) == saved
-    assert f"parameters on {saved['target']}" in drawn(html).text
+    assert values["fits"]
+    assert data_of(html) == values
+    assert f"parameters on {values['target']}" in drawn(html).text

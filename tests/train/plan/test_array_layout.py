@@ -24,9 +24,9 @@ def test_an_arrays_slices_are_printed_and_returned(programs, capsys):
     for device, shard, line in zip(devices, array["held"], lines, strict=True):
         dims = zip(slices[device], leaf.shape, strict=True)
         assert shard["slice"] == [list(dim.indices(size)[:2]) for dim, size in dims]
-        holds = ", ".join(f"{start}:{stop}" for start, stop in shard["slice"])
+        bounds = ", ".join(f"{start}:{stop}" for start, stop in shard["slice"])
         assert line.startswith(str(device))
-        assert line.endswith(f"  [{holds}]")
+        assert line.endswith(f"  [{bounds}]")
     with pytest.raises(ConfigError, match=r"layers\.0\.0\.mlp\.up\.weight") as error:
         array_slices(program, "layers.0.0.mlp.up")
     assert error.value.mistakes[0].key == "plan.array"

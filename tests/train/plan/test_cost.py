@@ -1,4 +1,4 @@
-"""The FLOPs, bytes and collectives that a plan states and prints."""
+"""A plan states and prints FLOPs, bytes and collectives."""
 
 import dataclasses
 import json
@@ -11,13 +11,13 @@ from train.plan.plan import compile_and_read
 
 
 def test_data_parallelism_reduces_every_gradient_once(programs, capsys):
-    """All gradients are reduced in float32, and nothing else of that size."""
+    """Gradients are reduced in float32, and nothing else of that size is reduced."""
     program = programs("mesh.data=4", devices=4)
     cost = compile_and_read(program).cost
     assert cost.unread == ()
-    gradients = 4 * sum(x.size for x in jax.tree.leaves(program.state.params))
-    reduced = sum(t.payload for t in cost.sent if t.kind == "all-reduce")
-    assert gradients <= reduced < 1.01 * gradients + 1000
+    gradient_bytes = 4 * sum(x.size for x in jax.tree.leaves(program.state.params))
+    reduced_bytes = sum(t.payload for t in cost.sent if t.kind == "all-reduce")
+    assert gradient_bytes <= reduced_bytes < 1.01 * gradient_bytes + 1000
     assert {t.axes for t in cost.sent} == {("data",)}
     values = json.loads(json.dumps(cost.as_json()))
     assert cost_of(values) == cost

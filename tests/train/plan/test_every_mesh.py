@@ -1,4 +1,4 @@
-"""Every preset plans on a mesh that training accepts, or is refused by sentences."""
+"""Every preset is planned on a mesh that training accepts, or is refused."""
 
 import json
 import random
@@ -38,16 +38,16 @@ def factors(number: int) -> list[int]:
     return [2] * (number.bit_length() - 1)
 
 
-def drawn_mesh(drawn: random.Random, target: str) -> list[str]:
+def draw_mesh(rng: random.Random, target: str) -> list[str]:
     """Return overrides that put a target's devices on some mesh axes."""
     machine = parse_target(target)
-    axes = drawn.sample(MESH_AXES, drawn.choice([1, 2, 2, 3]))
+    axes = rng.sample(MESH_AXES, rng.choice([1, 2, 2, 3]))
     sizes = dict.fromkeys(MESH_AXES, 1)
     dcn = dict.fromkeys(MESH_AXES, 1)
     for factor in factors(machine.num_devices // machine.slices):
-        sizes[drawn.choice(axes)] *= factor
+        sizes[rng.choice(axes)] *= factor
     for factor in factors(machine.slices):
-        axis = drawn.choice(axes)
+        axis = rng.choice(axes)
         sizes[axis] *= factor
         dcn[axis] *= factor
     overrides = [f"mesh.{axis}={size}" for axis, size in sizes.items() if size > 1]
@@ -62,8 +62,8 @@ def plan(composed, lay_out):
         config = composed("tracker=none", *overrides)
         if mistakes := config_mistakes(config):
             raise ConfigError(mistakes)
-        found = estimate(lay_out(config, target), AMPLE)
-        values = found.as_json() | page_data(found, overrides)
+        result = estimate(lay_out(config, target), AMPLE)
+        values = result.as_json() | page_data(result, overrides)
         return json.loads(json.dumps(values, allow_nan=False))
 
     return plan
@@ -72,13 +72,14 @@ def plan(composed, lay_out):
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", TARGETS)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_plans_on_drawn_meshes_or_is_refused(plan, preset, platform):
-    drawn = random.Random(f"{preset} {platform}")
-    tries = 6 if "nano" in preset else 2  # Published sizes have the layers of a nano.
-    for _ in range(tries):
-        target = drawn.choice(TARGETS[platform])
-        choices = [drawn.choice(values) for values in CHOICES]
-        mesh = drawn_mesh(drawn, target)
+def test_a_preset_is_planned_on_random_meshes_or_refused(plan, preset, platform):
+    rng = random.Random(f"{preset} {platform}")
+    # A published size has the same kinds of layers as its nano.
+    num_meshes = 6 if "nano" in preset else 2
+    for _ in range(num_meshes):
+        target = rng.choice(TARGETS[platform])
+        choices = [rng.choice(values) for values in CHOICES]
+        mesh = draw_mesh(rng, target)
         shape = (f"model={preset}", "model.vocab_size=32000", "data.batch_size=64")
         with suppress(ConfigError):
             values = plan(target, *shape, *choices, *mesh)
@@ -86,7 +87,7 @@ def test_a_preset_plans_on_drawn_meshes_or_is_refused(plan, preset, platform):
 
 
 def test_the_heads_that_ulysses_exchanges_are_traced_as_they_are(plan):
-    """Traces give the tensor axis, of size 1 here, a size of two."""
+    """Traces give the tensor axis size 2, although it has size 1 here."""
     shape = ("model=gpt2_nano", "data.batch_size=64", "data.sequence_length=256")
     values = plan("v5e-8", *shape, "mesh.fsdp=2", "mesh.context=4")
     assert values["needed"]["bytes"] > 0

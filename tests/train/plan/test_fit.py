@@ -1,4 +1,4 @@
-"""The changes that make a step fit."""
+"""A fit advises the changes that make a step fit in memory."""
 
 import dataclasses
 
@@ -26,12 +26,12 @@ SAVING = "optimizer.moment_dtype=int8 optimizer.offload=true train.offload=[resi
 
 @pytest.fixture
 def laid_out(composed, lay_out, monkeypatch):
-    """Lay a model out on eight chips that are not there, of a new libtpu."""
+    """Return a function that lays a model out on eight absent chips of a new libtpu."""
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
     return lambda *overrides: lay_out(composed(*GPT2, *overrides), "v5e-8")
 
 
-def needs(program) -> int:
+def needed_bytes(program) -> int:
     return estimate_memory(program).needed.bytes
 
 
@@ -52,14 +52,14 @@ def fit(program, memory, available):
         pytest.param(DEEP, SAVING, marks=pytest.mark.slow),
     ],
 )
-def test_the_advised_changes_fit_and_only_with_the_last(laid_out, overrides, advised):
+def test_the_advised_changes_fit_only_with_the_last_one(laid_out, overrides, advised):
     program = laid_out(*overrides.split())
-    available = needs(laid_out(*overrides.split(), *advised.split()))
+    available = needed_bytes(laid_out(*overrides.split(), *advised.split()))
     advice = fit(program, estimate_memory(program), available)
     assert advice.override == advised
-    *others, last = advice.changes
+    *previous, last = advice.changes
     assert last.fits
-    assert not any(change.fits for change in others)
+    assert not any(change.fits for change in previous)
 
 
 def test_insufficient_changes_are_listed_with_what_remains(laid_out, capsys):

@@ -1,4 +1,4 @@
-"""Overlap and waits on the clock, on schedules small enough to follow by hand."""
+"""The timelines of small schedules show the right overlap and waits."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ from train.plan.rates import Rates
 
 SIDE = 64
 DOT_FLOPS = 2 * SIDE**3
-SENT = 7 / 8 * 4 * SIDE**2  # by each of eight that gather a matrix
+SENT = 7 / 8 * 4 * SIDE**2  # Each of eight devices sends it to gather a matrix.
 NAME = (
     'metadata={op_name="jit(train_step)/jvp(layers)/while/body/part.mlp/part.up/dot"}'
 )
@@ -58,9 +58,9 @@ def loop_body(name: str, lines: tuple[str, ...]) -> str:
 
 
 def simulate(*body: str, send_s=1.0, inner: tuple[str, ...] = ()) -> Timeline:
-    """Simulate a layer: a product takes a second, a gathered matrix `send_s`.
+    """Simulate a layer whose products take a second and whose gathers take `send_s`.
 
-    Three layers run in a loop; `inner` is the body of a loop of three trips in it.
+    Three layers run in a loop; `inner` is the body of a loop of three trips in each.
     """
     module = read_module(
         f"""HloModule layers
@@ -87,47 +87,52 @@ ENTRY %main (start: {STATE}) -> {STATE} {{
     return layer
 
 
-def lane(timeline: Timeline, name: str) -> list[tuple]:
+def lane_spans(timeline: Timeline, name: str) -> list[tuple]:
     spans = timeline.lanes[name]
     return [(s.kind, round(s.start_s, 6), round(s.seconds, 6)) for s in spans]
 
 
 @pytest.mark.parametrize(("send_s", "wait"), [(0.5, []), (1.5, [(WAIT, 1, 0.5)])])
-def test_what_a_product_does_not_hide_is_waited_for(send_s, wait):
+def test_a_layer_waits_for_the_part_of_a_gather_that_no_product_hides(send_s, wait):
     layer = simulate(*GATHER, send_s=send_s)
     end = max(1, send_s)
     assert (layer.name, layer.trips) == ("forward", 3)
     assert layer.seconds == pytest.approx(end + 1)
-    assert lane(layer, "memory: fsdp") == [("all-gather", 0, send_s)]
-    assert lane(layer, COMPUTE) == [(PRODUCT, 0, 1), *wait, (PRODUCT, end, 1)]
+    assert lane_spans(layer, "memory: fsdp") == [("all-gather", 0, send_s)]
+    assert lane_spans(layer, COMPUTE) == [(PRODUCT, 0, 1), *wait, (PRODUCT, end, 1)]
     labels = [span.label for span in layer.lanes[COMPUTE] if span.kind == WAIT]
     assert labels == ["waits for all-gather mlp.up"] * len(wait)
 
 
-def test_nothing_hides_what_is_synchronous():
+def test_a_synchronous_collective_is_not_hidden():
     add = f"%sum = {MATRIX} all-reduce(%b), {ALL}"
     layer = simulate(*GATHER, add, send_s=0.5)
-    assert lane(layer, "memory: fsdp")[-1] == ("all-reduce", 2, 1)  # twice the bytes
-    assert lane(layer, COMPUTE)[-1] == (WAIT, 2, 1)
+    # An all-reduce sends twice the bytes of a gather.
+    assert lane_spans(layer, "memory: fsdp")[-1] == ("all-reduce", 2, 1)
+    assert lane_spans(layer, COMPUTE)[-1] == (WAIT, 2, 1)
 
 
-def test_what_no_instruction_waits_for_ends_with_the_layer():
+def test_a_gather_without_a_waiter_ends_with_the_layer():
     fused = f"%a = {MATRIX} fusion(%w), kind=kCustom, calls=%gather, {NAME}"
     layer = simulate(fused, GATHER[1].replace("%a", "%b"), send_s=4)
     assert layer.seconds == 4
-    assert lane(layer, COMPUTE) == [(PRODUCT, 0, 1), (WAIT, 1, 3)]
+    assert lane_spans(layer, COMPUTE) == [(PRODUCT, 0, 1), (WAIT, 1, 3)]
 
 
 def test_a_loop_in_a_layer_runs_all_its_trips():
     loop = f"%loop = {STATE} while(%state), condition=%cond, body=%inner, {LOOP}"
     layer = simulate(loop, inner=GATHER, send_s=2)
     assert layer.seconds == 9
-    assert lane(layer, "memory: fsdp") == [("all-gather", 0, 6)]
-    assert lane(layer, COMPUTE) == [(PRODUCT, 0, 3), (WAIT, 3, 3), (PRODUCT, 6, 3)]
+    assert lane_spans(layer, "memory: fsdp") == [("all-gather", 0, 6)]
+    assert lane_spans(layer, COMPUTE) == [
+        (PRODUCT, 0, 3),
+        (WAIT, 3, 3),
+        (PRODUCT, 6, 3),
+    ]
 
 
 def test_lanes_of_a_tpu_step(stored_step):
-    """No lane does two things at once, and kernels take what their FLOPs take."""
+    """No lane does two things at once, and kernels take the time of their FLOPs."""
     step = stored_step("fsdp")
     rates = Rates(197e12, 1e15, lambda group: 5e10, 4e14)
     cost = estimate_step(step.program)
@@ -141,7 +146,7 @@ def test_lanes_of_a_tpu_step(stored_step):
             for first, second in itertools.pairwise(spans):
                 assert first.end_s <= second.start_s * (1 + 1e-9)
         busy = sum(span.seconds for span in layer.lanes[COMPUTE])
-        assert busy == pytest.approx(layer.seconds)  # works or waits
+        assert busy == pytest.approx(layer.seconds)  # It works or waits.
         attention_s = flops[f"layers {layer.name}"] / rates.flops / layer.trips
         kernels = [s.seconds for s in layer.lanes[COMPUTE] if s.kind == ATTENTION]
         assert sum(kernels) == pytest.approx(attention_s)

@@ -1,4 +1,4 @@
-"""What a device holds: computed figures are exact."""
+"""The computed figures of what a device holds are exact."""
 
 import dataclasses
 
@@ -15,9 +15,9 @@ GB = 2**30
 
 @pytest.fixture
 def laid_out(configure, lay_out):
-    """Lay a tiny program out on stand-ins: (target, mesh, *overrides) -> Program."""
-    return lambda name, mesh, *more: lay_out(
-        configure(f"mesh={mesh}", "model.attention=xla", *more), name
+    """Return a function: (target, mesh, *overrides) -> a tiny laid-out program."""
+    return lambda name, mesh, *overrides: lay_out(
+        configure(f"mesh={mesh}", "model.attention=xla", *overrides), name
     )
 
 
@@ -26,17 +26,17 @@ def test_state_is_what_the_first_device_really_holds(programs, mesh):
     program = programs(f"mesh={mesh}", devices=1 if mesh == "single" else 4)
     parts = device_memory(program).parts
     state = program.init()
-    held = {
+    expected = {
         name: sum(
             leaf.addressable_shards[0].data.nbytes
-            for leaf in jax.tree.leaves(state._replace(**leave_out))
+            for leaf in jax.tree.leaves(state._replace(**omitted))
         )
-        for name, leave_out in (
+        for name, omitted in (
             ("parameters", {"step": None, "optimizer": None, "recent": None}),
             ("optimizer state", {"params": None}),
         )
     }
-    assert {name: parts[name].bytes for name in held} == held
+    assert {name: parts[name].bytes for name in expected} == expected
     assert parts["gradients"] == parts["parameters"]
     rows, length = program.batch.inputs.shape
     shards = 1 if mesh == "single" else program.mesh.shape["fsdp"]
@@ -46,7 +46,7 @@ def test_state_is_what_the_first_device_really_holds(programs, mesh):
     assert {figure.how for figure in parts.values()} == {"computed"}
 
 
-def size(program) -> int:
+def state_bytes(program) -> int:
     leaves = jax.tree.leaves(program.state)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -54,7 +54,7 @@ def size(program) -> int:
 @pytest.mark.parametrize(
     ("mesh", "part"),
     [
-        (("ddp",), 1),  # four copies on a host are saved once
+        (("ddp",), 1),  # Four copies on a host are saved once.
         (("fsdp",), 2),
         (("fsdp", "mesh.data=2", "mesh.dcn.data=2"), 1),
     ],
@@ -62,13 +62,15 @@ def size(program) -> int:
 def test_a_host_copies_what_its_devices_hold_once(laid_out, mesh, part):
     program = laid_out("h100-4x2", *mesh)
     ledger = device_memory(program)
-    assert ledger.checkpoint == Figure(size(program), "computed")
-    # Counters are whole everywhere.
-    assert ledger.host_save.bytes == pytest.approx(size(program) / part, rel=0.01)
-    assert ledger.host_save.bytes >= size(program) // part
+    assert ledger.checkpoint == Figure(state_bytes(program), "computed")
+    # Counters are replicated.
+    assert ledger.host_save.bytes == pytest.approx(
+        state_bytes(program) / part, rel=0.01
+    )
+    assert ledger.host_save.bytes >= state_bytes(program) // part
 
 
-def test_what_is_out_of_memory_does_not_fit(laid_out):
+def test_a_step_that_is_out_of_memory_does_not_fit(laid_out):
     ledger = device_memory(
         laid_out("v5e-8", "fsdp"), OutOfMemory(20 * GB, int(15.75 * GB))
     )
@@ -77,7 +79,7 @@ def test_what_is_out_of_memory_does_not_fit(laid_out):
 
 
 @pytest.mark.parametrize(("name", "noted"), [("h100-8", True), ("v5e-8", False)])
-def test_why_a_gpu_has_less_is_said_and_what_is_nothing_is_not(
+def test_a_gpus_smaller_budget_is_explained_and_empty_items_are_left_out(
     laid_out, monkeypatch, capsys, name, noted
 ):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")

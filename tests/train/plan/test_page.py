@@ -1,4 +1,4 @@
-"""The page says what the plan says, whole and escaped."""
+"""The page shows every figure of a plan, and escapes its labels."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ def plan(configure, lay_out):
 
 @pytest.fixture
 def draw(plan, tmp_path):
-    """Draw the page of a plan, after changing some of its values."""
+    """Return a function that draws a plan's page with some values changed."""
 
     def draw(**changes) -> Page:
         values = {"target": "v5e-8", "slices": 1, "inspection": None, **plan.as_json()}
@@ -81,17 +81,17 @@ def test_the_page_says_how_each_array_is_sharded(draw, plan):
     ("temporaries", "pieces"),
     [
         (150, {"gradients": 100, "activations and buffers": 50}),
-        # Gradients that never all exist at once are no piece of their own.
+        # Gradients are no separate piece if they never all exist at once.
         (50, {"activations and buffers": 50}),
     ],
 )
-def test_pieces_of_memory_add_up_to_what_is_needed(draw, temporaries, pieces):
+def test_pieces_of_memory_add_up_to_the_needed_bytes(draw, temporaries, pieces):
     sizes = {"arguments": 320, "temporaries": temporaries, "outputs": 4, "code": 6}
     needed = {"bytes": sum(sizes.values()), "how": "compiled"}
     parts = {name: {**needed, "bytes": n} for name, n in (HELD | sizes).items()}
     page = draw(per_device=parts, needed=needed)
-    held = {name: size for name, size in HELD.items() if name != "gradients"}
-    expected = held | {"padding of these": 10} | pieces | {"outputs": 4, "code": 6}
+    arguments = {name: size for name, size in HELD.items() if name != "gradients"}
+    expected = arguments | {"padding of these": 10} | pieces | {"outputs": 4, "code": 6}
     titles = [value for name, value in page.attributes if name == "title"]
     assert titles == [f"{name}: {size} B" for name, size in expected.items()]
     assert sum(expected.values()) == sum(sizes.values())

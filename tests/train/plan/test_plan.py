@@ -1,4 +1,4 @@
-"""A plan advises what its figures say."""
+"""The advice of a plan follows from its figures."""
 
 import dataclasses
 
@@ -18,8 +18,8 @@ AMPLE = MemoryBudget(*[2**40] * 3)
 
 @pytest.fixture
 def laid_out(composed, lay_out):
-    """Lay GPT-2 out on absent chips: (target, *overrides) -> Program."""
-    return lambda target, *more: lay_out(composed(*GPT2, *more), target)
+    """Return a function: (target, *overrides) -> GPT-2 laid out on absent chips."""
+    return lambda target, *overrides: lay_out(composed(*GPT2, *overrides), target)
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,12 @@ def laid_out(composed, lay_out):
         pytest.param(100, "split layers into more parts", "", marks=pytest.mark.slow),
     ],
 )
-def test_what_does_not_fit_is_advised_if_no_speed_is_known(
+def test_a_step_that_does_not_fit_gets_advice_if_no_speed_is_known(
     laid_out, capsys, mib, change, override
 ):
     """No source states v4's network between slices, so no search compares layouts."""
-    copies = "mesh=ddp", "mesh.dcn.data=2", "data.batch_size=64"
-    plan = estimate(laid_out("v4-8x2", *copies), MemoryBudget(*[mib * 2**20] * 3))
+    layout = "mesh=ddp", "mesh.dcn.data=2", "data.batch_size=64"
+    plan = estimate(laid_out("v4-8x2", *layout), MemoryBudget(*[mib * 2**20] * 3))
     assert plan.prediction is None
     assert plan.advice is not None
     assert plan.advice.change.endswith(change)
@@ -44,12 +44,12 @@ def test_what_does_not_fit_is_advised_if_no_speed_is_known(
     printed = capsys.readouterr().out
     assert "no prediction: not all rates of TPU v4" in printed
     assert plan.advice.change in printed
-    for suggested in plan.advice.changes:
-        assert suggested.override in printed
-    assert estimate(laid_out("v4-8x2", *copies), AMPLE).advice is None
+    for suggestion in plan.advice.changes:
+        assert suggestion.override in printed
+    assert estimate(laid_out("v4-8x2", *layout), AMPLE).advice is None
 
 
-def test_what_does_not_fit_has_no_speed(laid_out, capsys):
+def test_a_step_that_does_not_fit_has_no_speed(laid_out, capsys):
     program = laid_out("v5e-8", "mesh=fsdp", "data.batch_size=64")
     needed = estimate(program, AMPLE).memory.needed.bytes
     plan = estimate(program, MemoryBudget(*[needed - 1] * 3))
@@ -63,14 +63,14 @@ def test_what_does_not_fit_has_no_speed(laid_out, capsys):
     assert "bottleneck  memory: " in printed
 
 
-def test_a_small_copy_tells_the_memory_of_a_deep_model(programs):
+def test_a_small_copy_predicts_the_memory_of_a_deep_model(programs):
     shape = "model.num_layers=8", "train.remat=full", "model.embed_dim=64"
     program = programs("mesh=fsdp", *shape, devices=4)
-    whole = compile_and_read(program)
-    small = compile_small(program)
-    assert (small.memory.needed.how, small.cost.how) == ("extrapolated", "estimated")
-    needed = whole.memory.needed.bytes
-    assert small.memory.needed.bytes == pytest.approx(needed, rel=0.05)
+    full = compile_and_read(program)
+    copy = compile_small(program)
+    assert (copy.memory.needed.how, copy.cost.how) == ("extrapolated", "estimated")
+    needed = full.memory.needed.bytes
+    assert copy.memory.needed.bytes == pytest.approx(needed, rel=0.05)
 
 
 def test_recomputing_less_is_advised_if_it_fits_and_is_faster(composed, lay_out):
@@ -81,7 +81,7 @@ def test_recomputing_less_is_advised_if_it_fits_and_is_faster(composed, lay_out)
     assert plan.advice.bottleneck.startswith("bound by computing")
     remat = parse_policy(plan.advice.override.removeprefix("train.remat="))
     train = dataclasses.replace(program.config.train, remat=remat)
-    faster = estimate(program.with_train_config(train), AMPLE)
-    assert faster.prediction.middle.step_s < plan.prediction.middle.step_s
-    tight = MemoryBudget(*[plan.memory.needed.bytes] * 3)
-    assert estimate(program, tight).advice.override == "search=true"
+    faster_plan = estimate(program.with_train_config(train), AMPLE)
+    assert faster_plan.prediction.middle.step_s < plan.prediction.middle.step_s
+    tight_budget = MemoryBudget(*[plan.memory.needed.bytes] * 3)
+    assert estimate(program, tight_budget).advice.override == "search=true"

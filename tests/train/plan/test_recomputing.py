@@ -1,4 +1,4 @@
-"""The remat policies, from the one that saves least to the one that saves most."""
+"""Remat policies are listed in the order of what they save, the least first."""
 
 import pytest
 
@@ -25,23 +25,23 @@ LATENT = ("attention", "latent")
 
 
 @pytest.mark.parametrize("mixer", Mixer)
-def test_policies_are_listed_from_the_next_one_on(mixer):
+def test_policies_are_listed_beginning_with_the_next_one(mixer):
     def config(remat, *offload: str):
-        named = ",".join(offload)
+        names = ",".join(offload)
         remat = f"train.remat={format_policy(remat)}"
-        return compose([remat, f"train.offload=[{named}]", f"model.mixer={mixer}"])
+        return compose([remat, f"train.offload=[{names}]", f"model.mixer={mixer}"])
 
     none, dots, full = map(config, Remat)
     attention = config(("attention",))
-    known = [p for p in POLICIES if p != LATENT or mixer is Mixer.latent_attention]
-    assert policies_keeping_more(full) == known[1:]
-    assert policies_keeping_less(none) == [*reversed(known[:-1])]
+    policies = [p for p in POLICIES if p != LATENT or mixer is Mixer.latent_attention]
+    assert policies_keeping_more(full) == policies[1:]
+    assert policies_keeping_less(none) == [*reversed(policies[:-1])]
     assert policies_keeping_more(none) == policies_keeping_less(full) == []
     # Saving attention saves neither more nor less than saving products.
     assert policies_keeping_less(dots) == policies_keeping_less(attention)
-    assert {*policies_keeping_more(attention)} == {*known[2:]} - {Remat.dots}
-    offloaded = config(Remat.full, "attention")
-    assert policies_keeping_more(offloaded) == [Remat.dots]
+    assert {*policies_keeping_more(attention)} == {*policies[2:]} - {Remat.dots}
+    offload_config = config(Remat.full, "attention")
+    assert policies_keeping_more(offload_config) == [Remat.dots]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Which section of a step an operation belongs to, by its name."""
+"""The name of an operation decides to which section of a step it belongs."""
 
 import pytest
 
@@ -28,23 +28,23 @@ SHAPE = (
         ("", OTHERS),
     ],
 )
-def test_scopes_tell_the_section(name, section):
+def test_a_scope_decides_the_section(name, section):
     assert section_of(scope_in_name(name)) == section
 
 
 def test_microbatches_are_added_up(composed, lay_out):
-    """Four of a quarter of the rows: the same FLOPs, and no less traffic."""
+    """Four microbatches take the FLOPs of one batch, and more memory traffic."""
     base = (*SHAPE, "data.batch_size=64")
-    accumulated = (*base, "train.accumulation_steps=4")
+    microbatches = (*base, "train.accumulation_steps=4")
     one = estimate_step(lay_out(composed(*base), "v5e-8"))
-    four = estimate_step(lay_out(composed(*accumulated), "v5e-8"))
+    four = estimate_step(lay_out(composed(*microbatches), "v5e-8"))
     for a, b in zip(one.sections, four.sections, strict=True):
         assert b.flops == a.flops
         assert b.hbm_bytes.total > a.hbm_bytes.total
 
 
 def test_stages_count_as_layers(composed, lay_out):
-    """All iterations of a device, and what the stages send to each other."""
+    """All iterations of a device count, and so do transfers between stages."""
     stages = (*SHAPE, "mesh.pipeline=2", "data.batch_size=16")
     cost = estimate_step(lay_out(composed(*stages), "v5e-8"))
     sections = {section.name: section for section in cost.sections}

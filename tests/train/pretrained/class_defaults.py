@@ -2,7 +2,7 @@
 
     python -m tests.train.pretrained.class_defaults
 
-This needs transformers, and writes train/pretrained/class_defaults.json again.
+This needs transformers, and rewrites train/pretrained/class_defaults.json.
 """
 
 import dataclasses
@@ -44,12 +44,12 @@ def _defaults_of(model_type: str) -> dict[str, Any] | None:
     shared = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     ignored = shared | WITHOUT_EFFECT | {"rope_parameters"}
     fields = (x for x in dataclasses.fields(config_class) if x.name not in ignored)
-    built = config_class()
+    instance = config_class()
     return {
         "settings": {field.name: field.default for field in fields},
         "aliases": config_class.attribute_map,
-        "rope": getattr(built, "rope_parameters", None),
-        "layer_types": _period(getattr(built, "layer_types", None) or []),
+        "rope": getattr(instance, "rope_parameters", None),
+        "layer_types": _period(getattr(instance, "layer_types", None) or []),
     }
 
 

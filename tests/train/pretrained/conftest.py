@@ -1,4 +1,4 @@
-"""Small models of all families, and folders of their weights."""
+"""Build small models of all families, and folders of their weights."""
 
 import jax
 import jax.numpy as jnp
@@ -102,12 +102,12 @@ MODELS = {
     ),
 }
 
-# The families of models that an earlier family could hold too.
+# An earlier family could hold these models too, so that their family is named.
 FAMILY_NAMES = {"qwen3.5": "qwen3_5_moe_text"}
 
 
 def perturbed(model, scale=0.1, seed=0):
-    """Return parameters of a model of which none is what it was drawn."""
+    """Return parameters of a model that all differ from their initial values."""
     params = params_of(GPT(model, nnx.Rngs(seed), MODEL_PARTS))
     keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
     return jax.tree.map(
@@ -116,11 +116,11 @@ def perturbed(model, scale=0.1, seed=0):
 
 
 def export(folder, program, params, dtype="float32", family=None):
-    """Write weights and settings to a folder, and return what the tensors hold."""
+    """Write weights and settings to a folder, and describe its tensors."""
     family = family_of(program.config.model, family)
     parts = FamilyTensors(family, program.config.model, program.infos, BYTES.n_vocab)
-    where = run_folder(str(folder))
-    write_weights(where, parts, dict(named(params)), jnp.dtype(dtype))
+    output = run_folder(str(folder))
+    write_weights(output, parts, dict(named(params)), jnp.dtype(dtype))
     settings = exported_settings(family, program.config.model, BYTES, LENGTH, dtype)
-    write_json(where / "config.json", settings)
+    write_json(output / "config.json", settings)
     return parts

@@ -1,4 +1,4 @@
-"""What a run begins with is what it was, or it does not begin."""
+"""A run starts from undamaged weights, or it does not start."""
 
 import json
 import random
@@ -34,7 +34,7 @@ VOCABULARY = f"model.vocab_size={BYTES.n_vocab}"
 
 @pytest.fixture
 def folder(programs, tmp_path, monkeypatch):
-    """A folder of several files, and the program that it fits."""
+    """Return a folder of several files, and the program that it fits."""
     program = programs(*SMALL, VOCABULARY, devices=1)
     monkeypatch.setattr(weights, "FILE_BYTES", 20_000)
     params = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
@@ -44,7 +44,7 @@ def folder(programs, tmp_path, monkeypatch):
 
 
 def test_a_flipped_bit_anywhere_is_found_and_named(folder, tmp_path):
-    """Of a hundred, in any file: payload, header, index or settings."""
+    """A hundred bits are flipped, in payloads, headers, the index and the settings."""
     path, _ = folder
     run = run_folder(str(tmp_path / "run"))
     draw = random.Random(0)
@@ -53,13 +53,13 @@ def test_a_flipped_bit_anywhere_is_found_and_named(folder, tmp_path):
     assert {*json.loads((run / RECORD).read_text())} == {file.name for file in files}
     for _ in range(100):
         file = draw.choice(files)
-        whole = file.read_bytes()
-        place = draw.randrange(len(whole))
-        flipped = whole[place] ^ 1 << draw.randrange(8)
-        file.write_bytes(whole[:place] + bytes([flipped]) + whole[place + 1 :])
+        content = file.read_bytes()
+        index = draw.randrange(len(content))
+        new_byte = content[index] ^ 1 << draw.randrange(8)
+        file.write_bytes(content[:index] + bytes([new_byte]) + content[index + 1 :])
         with pytest.raises(DataError, match=file.name):
             record_or_check_files(str(path), run, ALONE)
-        file.write_bytes(whole)
+        file.write_bytes(content)
     record_or_check_files(str(path), run, ALONE)
 
 
@@ -68,9 +68,10 @@ def _damage(file, kind: str, draw: random.Random) -> None:
     if kind == "truncated":
         file.write_bytes(file.read_bytes()[: draw.randrange(file.stat().st_size)])
     elif kind == "header":
-        whole = bytearray(file.read_bytes())
-        whole[draw.randrange(8)] ^= 1 << draw.randrange(1, 8)  # of its length
-        file.write_bytes(whole)
+        content = bytearray(file.read_bytes())
+        # This changes the length of the header.
+        content[draw.randrange(8)] ^= 1 << draw.randrange(1, 8)
+        file.write_bytes(content)
     elif kind == "gone":
         file.unlink()
     else:
@@ -85,18 +86,18 @@ def _damage(file, kind: str, draw: random.Random) -> None:
 
 @pytest.mark.parametrize("kind", ["truncated", "header", "gone", "shape", "lacking"])
 def test_damage_is_found_and_named_at_the_first_start(folder, kind):
-    """Twenty times each."""
+    """Each kind of damage is tried twenty times."""
     path, program = folder
     draw = random.Random(kind)
     files = sorted(path.glob("*.safetensors"))
     for _ in range(20):
         file = draw.choice(files)
-        whole = file.read_bytes()
+        content = file.read_bytes()
         _damage(file, kind, draw)
         with pytest.raises((DataError, ConfigError)) as error:
             check_weights(str(path), program)
         assert file.name in str(error.value)
-        file.write_bytes(whole)
+        file.write_bytes(content)
     check_weights(str(path), program)
 
 
@@ -115,7 +116,7 @@ def test_weights_that_are_not_finite_are_refused_and_named(folder, value):
 
 @pytest.fixture(scope="module")
 def other(programs, tmp_path_factory):
-    """Another run's directory, and the average of weights of its newest step."""
+    """Return another run's directory, and the averaged weights of its newest step."""
     program = programs(*SMALL, "optimizer.ema_decay=0.9", VOCABULARY, devices=1)
     path = tmp_path_factory.mktemp("runs") / "other"
     path.mkdir()
@@ -137,28 +138,28 @@ def test_another_runs_weights_fit_any_mesh_optimizer_and_vocabulary(programs, ot
     program = programs(*SMALL, *mesh, *vocabulary, "optimizer=muon", devices=4)
     check_weights(str(path), program)
     state = start_from(str(path), program)
-    drawn = dict(named(jax.device_get(program.init().params)))
+    initial = dict(named(jax.device_get(program.init().params)))
     assert int(state.step) == 0
     assert jax.tree.map(lambda x: x.sharding, state) == program.shardings
     infos = dict(named(program.infos, is_info))
-    for name, own in named(jax.device_get(state.params)):
+    for name, actual in named(jax.device_get(state.params)):
         expected = theirs[name]
         if "vocab" in infos[name].axes:
             dim = infos[name].axes.index("vocab")
-            own, rest = np.split(own, [BYTES.n_vocab], axis=dim)
-            _, as_drawn = np.split(drawn[name], [BYTES.n_vocab], axis=dim)
-            np.testing.assert_array_equal(rest, as_drawn)
-        np.testing.assert_array_equal(own, expected)
+            actual, padding = np.split(actual, [BYTES.n_vocab], axis=dim)
+            _, initial_padding = np.split(initial[name], [BYTES.n_vocab], axis=dim)
+            np.testing.assert_array_equal(padding, initial_padding)
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_another_runs_model_must_be_the_same_and_saved(programs, tmp_path):
     config = programs(*SMALL, VOCABULARY, devices=1).config
     (tmp_path / "config.yaml").write_text(config_yaml(config))
-    changed = ("model.num_heads=2", "model.norm_epsilon=0.1", "model.vocab_size=200")
+    changes = ("model.num_heads=2", "model.norm_epsilon=0.1", "model.vocab_size=200")
     with pytest.raises(ConfigError) as error:
-        check_weights(str(tmp_path), programs(*SMALL, *changed, devices=1))
+        check_weights(str(tmp_path), programs(*SMALL, *changes, devices=1))
     rules = " ".join(mistake.rule for mistake in error.value.mistakes)
-    for said in ("model.num_heads=4", "model.norm_epsilon=1e-05", "set it to 257"):
-        assert said in rules
+    for remedy in ("model.num_heads=4", "model.norm_epsilon=1e-05", "set it to 257"):
+        assert remedy in rules
     with pytest.raises(ConfigError, match="without a checkpoint"):
         check_weights(str(tmp_path), programs(*SMALL, VOCABULARY, devices=1))

@@ -1,4 +1,4 @@
-"""What is exported is, for transformers, the same model with the same tokenizer."""
+"""For transformers, an export is the same model with the same tokenizer."""
 
 import json
 import math
@@ -49,13 +49,13 @@ SLOW = ("qwen3 with experts", "qwen3.5", "gpt-oss", "glm 4.5, one group")
     ]
 )
 def model(request, programs):
-    """A program of a small model, its parameters after a change, and its family."""
+    """Return a small model's program, its changed parameters, and its family."""
     program = programs(*MODELS[request.param], "model.num_layers=2", devices=1)
     params = perturbed(program.config.model)
     return program, params, FAMILY_NAMES.get(request.param)
 
 
-def test_yarns_factor_is_that_of_the_two_lengths(configure):
+def test_yarns_factor_is_the_ratio_of_the_two_lengths(configure):
     # Version 4 of transformers computes it from them.
     model = configure(*MODELS["llama, yarn"]).model
     settings = exported_settings(family_of(model), model, BYTES, LENGTH, "float32")
@@ -102,27 +102,27 @@ def test_large_models_are_several_files(programs, tmp_path, monkeypatch):
     files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
     assert len(files) > 2
     assert sorted({*index["weight_map"].values()}) == files
-    whole = load_file(tmp_path / "one/model.safetensors")
-    for name, array in whole.items():
-        own = load_file(tmp_path / "many" / index["weight_map"][name])[name]
-        np.testing.assert_array_equal(own, array)
-    assert index["metadata"]["total_size"] == sum(a.nbytes for a in whole.values())
+    arrays = load_file(tmp_path / "one/model.safetensors")
+    for name, array in arrays.items():
+        actual = load_file(tmp_path / "many" / index["weight_map"][name])[name]
+        np.testing.assert_array_equal(actual, array)
+    assert index["metadata"]["total_size"] == sum(a.nbytes for a in arrays.values())
 
 
-def test_memory_holds_one_tensor_beside_the_devices(programs, tmp_path):
-    """And not the file, which is some thirty times as large."""
-    small = "model.layer_unroll=1", "model.vocab_size=512"
-    program = programs("model=llama_nano", "model.num_layers=16", *small, devices=1)
+def test_an_export_holds_one_tensor_at_a_time_in_host_memory(programs, tmp_path):
+    """It does not hold the file, which is about thirty times as large."""
+    overrides = "model.layer_unroll=1", "model.vocab_size=512"
+    program = programs("model=llama_nano", "model.num_layers=16", *overrides, devices=1)
     params = program.init().params
-    parts = export(tmp_path / "once", program, params)  # compiled
+    parts = export(tmp_path / "once", program, params)  # This compiles first.
     largest = 4 * max(map(math.prod, parts.shapes(dict(named(params))).values()))
     tracemalloc.start()
-    where = run_folder(str(tmp_path / "again"))
-    write_weights(where, parts, dict(named(params)), jnp.dtype("float32"))
-    _, most = tracemalloc.get_traced_memory()
+    output = run_folder(str(tmp_path / "again"))
+    write_weights(output, parts, dict(named(params)), jnp.dtype("float32"))
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     size = (tmp_path / "again/model.safetensors").stat().st_size
-    assert most < 4 * largest < size / 4
+    assert peak < 4 * largest < size / 4
 
 
 @pytest.mark.slow
@@ -132,15 +132,15 @@ def test_an_object_store_holds_the_same_bytes(programs, tmp_path, monkeypatch, s
     monkeypatch.setattr(weights, "FILE_BYTES", 30_000)
     export(tmp_path / "local", program, params)
     export("s3://bucket/exported", program, params)
-    own = {file.name: file.read_bytes() for file in (tmp_path / "local").iterdir()}
+    local = {file.name: file.read_bytes() for file in (tmp_path / "local").iterdir()}
     remote = run_folder("s3://bucket/exported").iterdir()
-    assert {file.name: file.read_bytes() for file in remote} == own
-    assert len(own) > 4
+    assert {file.name: file.read_bytes() for file in remote} == local
+    assert len(local) > 4
     with pytest.raises(ConfigError, match="nothing is overwritten"):
         require_empty_folder("s3://bucket/exported")
 
 
-def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
+def test_a_model_of_no_family_is_refused_with_all_that_differs(composed):
     truncate = "model.rope_scaling.truncate"
     for overrides, expected in (
         (
@@ -225,9 +225,9 @@ def test_the_tokenizer_is_the_same():
 def test_the_folder_begins_texts_as_training_began_documents(
     programs, store, tmp_path, rule, bos_token
 ):
-    """With the BOS that an imported tokenizer adds, otherwise with end-of-text.
+    """Texts begin with the BOS that an imported tokenizer adds, or with end-of-text.
 
-    The imported tokenizer itself is as it was.
+    The imported tokenizer itself does not change.
     """
     tokenizers = pytest.importorskip("tokenizers")
     if bos_token is not None:
@@ -256,8 +256,8 @@ def test_the_folder_begins_texts_as_training_began_documents(
         )
         stores = {n: replace(s, encoding=encoding) for n, s in store.stores.items()}
         store = replace(store, stores=stores)
-    typed = (*MODELS["llama"], "model.num_layers=2", f"data.document_start={rule}")
-    program = programs(*typed, devices=1)
+    overrides = (*MODELS["llama"], "model.num_layers=2", f"data.document_start={rule}")
+    program = programs(*overrides, devices=1)
     params = perturbed(program.config.model)
     folder = require_empty_folder(str(tmp_path / "out"))
     write_folder(folder, program, params, store, 0, "float32", True)
@@ -266,9 +266,9 @@ def test_the_folder_begins_texts_as_training_began_documents(
         first = 256
     for name in ("config.json", "generation_config.json"):
         assert json.loads((folder / name).read_text())["bos_token_id"] == first
-    written = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    exported = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    assert written.token_to_id(settings["bos_token"]) == first
-    before = [bos_token] if bos_token else []
-    assert written.encode("a b").ids == [*before, *b"a b"]
-    assert written.encode("a b", add_special_tokens=False).ids == [*b"a b"]
+    assert exported.token_to_id(settings["bos_token"]) == first
+    prefix = [bos_token] if bos_token else []
+    assert exported.encode("a b").ids == [*prefix, *b"a b"]
+    assert exported.encode("a b", add_special_tokens=False).ids == [*b"a b"]

@@ -11,18 +11,18 @@ from tests.fleet import TINY, Fleet, of_text, write_text
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["llama3", "qwen", "deepseek"])
 def test_a_tokenizer_is_exported_as_it_was_imported(tmp_path, shape):
-    """Its files, the generation settings, and the ids in config.json."""
+    """The files, the generation settings and the ids in config.json are the same."""
     pytest.importorskip("tokenizers")
     files = write_shape(tmp_path / "imported", shape)
-    words = [
+    overrides = [
         *("model=llama_nano", *TINY, *of_text(write_text(tmp_path))),
         *(f"run.dir={tmp_path}/run", f"data.tokenizer={tmp_path}/imported"),
         "train.num_steps=1",
     ]
-    train = Fleet(tmp_path / "train", words, 1)
+    train = Fleet(tmp_path / "train", overrides, 1)
     assert train.wait() == [0], train.said()
-    words = [f"run.dir={tmp_path}/run", f"output={tmp_path}/exported"]
-    export = Fleet(tmp_path / "said", words, 1, module="train.export")
+    overrides = [f"run.dir={tmp_path}/run", f"output={tmp_path}/exported"]
+    export = Fleet(tmp_path / "said", overrides, 1, module="train.export")
     assert export.wait() == [0], export.said()
     exported = tmp_path / "exported"
     for name, text in files.items():

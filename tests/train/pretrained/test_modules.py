@@ -1,4 +1,4 @@
-"""Prediction modules in folders: under engines' names, and with the same logits."""
+"""Prediction modules in folders have the names and the logits of engines."""
 
 import json
 
@@ -37,9 +37,9 @@ WEIGHTS = "model.safetensors"
 def make(programs):
     """Return a function from a name in MODELS and a depth to a program."""
 
-    def make(name: str, depth: int, *more: str, devices: int = 1):
+    def make(name: str, depth: int, *overrides: str, devices: int = 1):
         size = ("model.num_layers=2", VOCABULARY, f"model.predict_ahead={depth}")
-        return programs(*MODELS[name], *size, *more, devices=devices)
+        return programs(*MODELS[name], *size, *overrides, devices=devices)
 
     return make
 
@@ -64,11 +64,11 @@ def test_the_module_of_deepseek_v3_has_its_published_names_and_size():
         )
         tensors.append(parts.shapes(dict(named(params_of(abstract)))))
         sizes.append(num_params(abstract))
-    without, ours = tensors
+    plain_shapes, module_shapes = tensors
     # The router's bias of 256 experts is not in the published 11,610,067,968.
     assert sizes[1] - sizes[0] == 11_610_067_968 + 256
-    module = {k: v for k, v in ours.items() if k not in without}
-    layer = {k: v for k, v in without.items() if "layers.60." in k}
+    module = {k: v for k, v in module_shapes.items() if k not in plain_shapes}
+    layer = {k: v for k, v in plain_shapes.items() if "layers.60." in k}
     assert len(layer) > 3 * 256
     D = 7168
     V = 129280
@@ -99,8 +99,8 @@ def test_modules_come_back_bit_for_bit(make, tmp_path, name, depth):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
     export(tmp_path / "again", sharded, state.params)
     for file in (WEIGHTS, "config.json"):
-        once, again = ((tmp_path / x / file).read_bytes() for x in ("once", "again"))
-        assert once == again
+        first, second = ((tmp_path / x / file).read_bytes() for x in ("once", "again"))
+        assert first == second
     tensors = load_file(tmp_path / "once" / WEIGHTS)
     np.testing.assert_array_equal(
         tensors[f"model.layers.{1 + depth}.shared_head.head.weight"],
@@ -111,8 +111,10 @@ def test_modules_come_back_bit_for_bit(make, tmp_path, name, depth):
 def test_modules_that_a_run_does_not_want_are_left_out(make, deepseek, capsys):
     folder, params = deepseek
     state = start_from(str(folder), make("deepseek v3", 0))
-    without = {k: v for k, v in params.items() if k != "predict_ahead"}
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), without)
+    plain_params = {k: v for k, v in params.items() if k != "predict_ahead"}
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(state.params), plain_params
+    )
     assert "tensors of prediction modules are not read" in capsys.readouterr().out
 
 
@@ -145,10 +147,12 @@ def test_the_module_of_qwen_has_a_block_of_its_own(make, tmp_path, name):
     params = perturbed(program.config.model)
     export(tmp_path, program, params, family=FAMILY_NAMES.get(name))
     tensors = load_file(tmp_path / WEIGHTS)
-    written = {name for name in tensors if name.startswith("mtp.")}
-    assert written >= {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"}
-    assert written >= {f"mtp.layers.0.mlp.experts.{i}.up_proj.weight" for i in (0, 3)}
-    assert not any("linear_attn" in name for name in written)
+    module_names = {name for name in tensors if name.startswith("mtp.")}
+    assert module_names >= {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"}
+    assert module_names >= {
+        f"mtp.layers.0.mlp.experts.{i}.up_proj.weight" for i in (0, 3)
+    }
+    assert not any("linear_attn" in name for name in module_names)
     assert not any(name.startswith("model.layers.2") for name in tensors)
     state = start_from(str(tmp_path), program)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
@@ -158,14 +162,14 @@ def test_the_module_of_qwen_has_a_block_of_its_own(make, tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek v3", "glm 4.5"])
 def test_transformers_computes_the_same_logits(make, tmp_path, monkeypatch, name):
-    """Those of the module; and greedy decoding is that of the model without it."""
+    """The module has the same logits, and greedy decoding is the same without it."""
     transformers, torch = map(pytest.importorskip, ("transformers", "torch"))
     layers = pytest.importorskip("transformers.modeling_layers")
     program = make(name, 1)
     params = perturbed(program.config.model, scale=0.3)
     export(tmp_path / "with", program, params)
-    without = {k: v for k, v in params.items() if k != "predict_ahead"}
-    export(tmp_path / "without", make(name, 0), without)
+    plain_params = {k: v for k, v in params.items() if k != "predict_ahead"}
+    export(tmp_path / "without", make(name, 0), plain_params)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "without", attn_implementation="eager"
     )
@@ -173,22 +177,24 @@ def test_transformers_computes_the_same_logits(make, tmp_path, monkeypatch, name
     monkeypatch.setattr(
         type(theirs), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"]
     )
-    ahead = transformers.AutoModelForCausalLM.from_pretrained(
+    predictor = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "with", attn_implementation="eager"
     )
     tokens = np.random.default_rng(0).integers(0, BYTES.n_vocab, (1, LENGTH + 1))
     inputs = torch.tensor(tokens[:, :-1])
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
-    drawn = [m.generate(inputs[:, :8], **options).tolist() for m in (theirs, ahead)]
-    assert drawn[0] == drawn[1]
-    module = layers.MtpModel.from_pretrained(ahead)
+    continuations = [
+        m.generate(inputs[:, :8], **options).tolist() for m in (theirs, predictor)
+    ]
+    assert continuations[0] == continuations[1]
+    module = layers.MtpModel.from_pretrained(predictor)
     with torch.no_grad():
-        features = ahead.model(inputs).last_hidden_state
+        features = predictor.model(inputs).last_hidden_state
         positions = torch.arange(LENGTH)[None]
         features = module.forward_layer(
             0, features, positions, None, input_ids=torch.tensor(tokens[:, 1:])
         )
-        expected = ahead.lm_head(features).numpy()[:, :-1]
+        expected = predictor.lm_head(features).numpy()[:, :-1]
     float32 = jnp.dtype("float32")
     numerics = program.execution.numerics._replace(compute_dtype=float32)
     execution = program.execution._replace(placement=ONE_DEVICE, numerics=numerics)
@@ -197,8 +203,8 @@ def test_transformers_computes_the_same_logits(make, tmp_path, monkeypatch, name
     inputs = tokens[:, :-1]
     positions = jnp.arange(LENGTH)[None]
     x, *_ = model.features(inputs, positions, None, execution)
-    read = look_ahead(inputs, tokens[:, 1:], None, 1)
-    (x,), _ = model.features_ahead(x, read, positions, None, execution)
+    lookahead = look_ahead(inputs, tokens[:, 1:], None, 1)
+    (x,), _ = model.features_ahead(x, lookahead, positions, None, execution)
     logits = model.logits(x, execution)[:, :-1, : BYTES.n_vocab]
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(logits, expected, atol=1e-4)

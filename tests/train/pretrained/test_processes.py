@@ -1,4 +1,4 @@
-"""A run's model leaves from any mesh and number of processes as the same bytes."""
+"""An export has the same bytes from any mesh and number of processes."""
 
 import pytest
 
@@ -9,19 +9,21 @@ EIGHT = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
 @pytest.mark.slow
 def test_the_bytes_are_the_same_from_one_device_eight_and_two_processes(tmp_path):
-    """Of a model with experts, in float32 and with several files in bfloat16."""
-    words = [
+    """The model has experts; one file holds its weights."""
+    overrides = [
         *("model=mixtral_nano", *TINY, *of_text(write_text(tmp_path))),
         *(f"run.dir={tmp_path}/run", *EIGHT, "data.batch_size=8"),
         *("runtime.cpu_devices=8", "train.num_steps=2"),
     ]
-    assert Fleet(tmp_path / "train", words, 1).wait() == [0]
+    assert Fleet(tmp_path / "train", overrides, 1).wait() == [0]
     folders = []
     for devices, count in ((1, 1), (8, 1), (4, 2)):
         folder = tmp_path / f"{devices}-{count}"
-        words = [f"run.dir={tmp_path}/run", f"output={folder}"]
-        words.append(f"runtime.cpu_devices={devices}")
-        fleet = Fleet(tmp_path / f"said-{count}", words, count, module="train.export")
+        overrides = [f"run.dir={tmp_path}/run", f"output={folder}"]
+        overrides.append(f"runtime.cpu_devices={devices}")
+        fleet = Fleet(
+            tmp_path / f"said-{count}", overrides, count, module="train.export"
+        )
         assert fleet.wait() == [0] * count, fleet.said() + fleet.said(count - 1)
         assert "exported" in fleet.said()
         folders.append({file.name: file.read_bytes() for file in folder.iterdir()})

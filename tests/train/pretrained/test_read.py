@@ -1,4 +1,4 @@
-"""What others wrote, or we exported, is what training starts from."""
+"""Training starts from the weights that others wrote or that we exported."""
 
 import json
 import shlex
@@ -87,25 +87,25 @@ def exported(programs, tmp_path_factory):
         ),
     ],
 )
-def test_what_was_exported_comes_back_bit_for_bit(programs, exported, name, mesh):
+def test_exported_weights_are_read_back_bit_for_bit(programs, exported, name, mesh):
     folder, params = exported(name)
-    size = ("model.num_layers=2", "model.vocab_size=384")  # 257 and drawn ones
+    size = ("model.num_layers=2", "model.vocab_size=384")  # The folder has 257.
     table = ("mesh.params.embed=null",) * (len(mesh) == 2)
     devices = 8 if len(mesh) == 3 else max(1, len(mesh))
     program = programs(*MODELS[name], *size, *mesh, *table, devices=devices)
     state = start_from(str(folder), program)
     assert int(state.step) == 0
     infos = dict(named(program.infos, is_info))
-    drawn = dict(named(jax.device_get(program.init().params)))
-    for path, own in named(params):
+    initial = dict(named(jax.device_get(program.init().params)))
+    for path, array in named(params):
         ours = np.asarray(dict(named(state.params))[path])
         axes = infos[path].axes
         if "vocab" in axes:
             dim = axes.index("vocab")
-            ours, rest = np.split(ours, [BYTES.n_vocab], axis=dim)
-            _, expected = np.split(drawn[path], [BYTES.n_vocab], axis=dim)
-            np.testing.assert_array_equal(rest, expected)
-        np.testing.assert_array_equal(ours, own, err_msg=path)
+            ours, padding = np.split(ours, [BYTES.n_vocab], axis=dim)
+            _, expected = np.split(initial[path], [BYTES.n_vocab], axis=dim)
+            np.testing.assert_array_equal(padding, expected)
+        np.testing.assert_array_equal(ours, array, err_msg=path)
 
 
 @pytest.mark.parametrize(
@@ -125,19 +125,19 @@ def test_transformers_own_folder_loads(programs, tmp_path, family):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
     check_folder(str(tmp_path / "theirs"), program)
-    own, other = (
+    our_arrays, their_arrays = (
         load_file(tmp_path / f / "model.safetensors") for f in ("ours", "theirs")
     )
-    assert own.keys() == other.keys()
-    for name, array in own.items():
-        np.testing.assert_array_equal(array, other[name])
+    assert our_arrays.keys() == their_arrays.keys()
+    for name, array in our_arrays.items():
+        np.testing.assert_array_equal(array, their_arrays[name])
 
 
 @pytest.fixture
 def llama(programs, exported):
     size = ("model.num_layers=2", VOCABULARY)
-    return exported("llama")[0], lambda *more: programs(
-        *MODELS["llama"], *size, *more, devices=1
+    return exported("llama")[0], lambda *overrides: programs(
+        *MODELS["llama"], *size, *overrides, devices=1
     )
 
 
@@ -156,20 +156,24 @@ def test_another_model_is_refused_before_anything_is_read(llama, override, said)
         check_folder(str(folder), program(override))
     (mistake,) = error.value.mistakes
     assert mistake.value == str(folder)
-    key, _, here = override.partition("=")
-    assert f"{key} is {here}{'.0' * ('theta' in key)}, there" in mistake.rule
+    key, _, value = override.partition("=")
+    assert f"{key} is {value}{'.0' * ('theta' in key)}, there" in mistake.rule
     assert said in mistake.rule.partition("to take its settings type ")[2]
 
 
-def test_what_is_to_be_typed_makes_the_folders_model(llama, programs):
+def test_the_advised_overrides_build_the_folders_model(llama, programs):
     folder, _ = llama
     with pytest.raises(ConfigError) as error:
         check_folder(str(folder), programs("model=gpt2_124m", VOCABULARY, devices=1))
     (mistake,) = error.value.mistakes
     assert "holds a model of type llama" in mistake.rule
-    typed = shlex.split(mistake.rule.partition("to take its settings type ")[2])
-    more = "model.vocab_size=257" if "model.vocab_size=257" in typed else VOCABULARY
-    check_folder(str(folder), programs("model=gpt2_124m", *typed, more, devices=1))
+    overrides = shlex.split(mistake.rule.partition("to take its settings type ")[2])
+    vocabulary = (
+        "model.vocab_size=257" if "model.vocab_size=257" in overrides else VOCABULARY
+    )
+    check_folder(
+        str(folder), programs("model=gpt2_124m", *overrides, vocabulary, devices=1)
+    )
 
 
 def change(folder, **settings) -> None:
@@ -200,7 +204,7 @@ SCALED = {
 
 
 @pytest.mark.parametrize("version", [4, 5])
-def test_positions_must_be_scaled_alike(llama, version):
+def test_positions_must_have_the_same_scaling(llama, version):
     folder, program = llama
     if version == 5:
         change(folder, rope_parameters={"rope_theta": 1e4, **SCALED})
@@ -208,10 +212,10 @@ def test_positions_must_be_scaled_alike(llama, version):
         change(folder, rope_parameters=None, rope_scaling=SCALED)
     with pytest.raises(ConfigError, match=r"kind is none, there llama3"):
         check_folder(str(folder), program())
-    alike = "model.rope_scaling.kind=llama3", "model.rope_scaling.original_length=32"
-    check_folder(str(folder), program(*alike, "model.rope_scaling.factor=8"))
+    scaling = "model.rope_scaling.kind=llama3", "model.rope_scaling.original_length=32"
+    check_folder(str(folder), program(*scaling, "model.rope_scaling.factor=8"))
     with pytest.raises(ConfigError, match=r"factor is 4.0, there 8.0"):
-        check_folder(str(folder), program(*alike, "model.rope_scaling.factor=4"))
+        check_folder(str(folder), program(*scaling, "model.rope_scaling.factor=4"))
 
 
 def test_a_mistral_without_window_is_a_llama(llama):
@@ -223,25 +227,25 @@ def test_a_mistral_without_window_is_a_llama(llama):
         check_folder(str(folder), program())
 
 
-def test_an_index_is_held_to_its_files(llama):
-    """Masks and angles of older folders are listed too, and are no weights."""
+def test_an_index_must_match_its_files(llama):
+    """Older folders also list masks and angles, which are not weights."""
     folder, program = llama
     file = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     arrays = load_file(file)
     arrays["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     save_file(arrays, file)
-    listed = dict.fromkeys(arrays, file.name)
-    index.write_text(json.dumps({"weight_map": listed}))
+    weight_map = dict.fromkeys(arrays, file.name)
+    index.write_text(json.dumps({"weight_map": weight_map}))
     check_folder(str(folder), program())
-    lost = {"weight_map": listed | {"another": file.name}}
-    for content in (json.dumps(lost), "{", "[]", "{}"):
+    wrong_index = {"weight_map": weight_map | {"another": file.name}}
+    for content in (json.dumps(wrong_index), "{", "[]", "{}"):
         index.write_text(content)
         with pytest.raises(DataError, match="index"):
             check_folder(str(folder), program())
 
 
-def test_a_head_of_its_own_is_never_dropped(programs, tmp_path):
+def test_a_separate_head_is_never_dropped(programs, tmp_path):
     """Transformers uses it, although config.json says that the head is tied."""
     tied = (*MODELS["llama with biases, tied"], "model.num_layers=2", VOCABULARY)
     program = programs(*tied, devices=1)
@@ -262,10 +266,10 @@ def test_a_head_of_its_own_is_never_dropped(programs, tmp_path):
     check_folder(str(tmp_path), untied)
 
 
-def changed_tensors(folder, **more) -> None:
+def add_tensors(folder, **tensors) -> None:
     """Add tensors to a folder."""
     file = folder / "model.safetensors"
-    save_file(load_file(file) | more, file)
+    save_file(load_file(file) | tensors, file)
 
 
 @pytest.mark.parametrize(
@@ -281,28 +285,28 @@ def changed_tensors(folder, **more) -> None:
 )
 def test_tensors_that_the_model_lacks_are_refused(llama, name):
     folder, program = llama
-    changed_tensors(folder, **{name: np.zeros(4, np.float32)})
+    add_tensors(folder, **{name: np.zeros(4, np.float32)})
     change(folder, num_nextn_predict_layers=10**12)
     with pytest.raises(ConfigError, match="that the model lacks"):
         check_folder(str(folder), program())
 
 
-def test_what_is_not_read_is_said(llama, capsys):
+def test_files_and_tensors_that_are_not_read_are_reported(llama, capsys):
     folder, program = llama
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    changed_tensors(folder, **{name: np.ones(4, np.float32)})
+    add_tensors(folder, **{name: np.ones(4, np.float32)})
     (folder / "consolidated.safetensors").write_bytes(b"")
     (folder / "pytorch_model.bin").write_bytes(b"")
     start_from(str(folder), program())
-    said = capsys.readouterr().out
-    assert "1 tensors of masks or rotary frequencies are not read" in said
-    assert "the weights in consolidated.safetensors are not read" in said
-    assert "the weights in pytorch_model.bin are not read" in said
+    output = capsys.readouterr().out
+    assert "1 tensors of masks or rotary frequencies are not read" in output
+    assert "the weights in consolidated.safetensors are not read" in output
+    assert "the weights in pytorch_model.bin are not read" in output
 
 
 def test_adapters_and_repeated_tensors_are_refused(llama):
     folder, program = llama
-    changed_tensors(folder, **{"norm.weight": np.ones(4, np.float32)})
+    add_tensors(folder, **{"norm.weight": np.ones(4, np.float32)})
     with pytest.raises(DataError, match="has the same tensor"):
         check_folder(str(folder), program())
     (folder / "adapter_config.json").write_text("{}")
@@ -310,13 +314,13 @@ def test_adapters_and_repeated_tensors_are_refused(llama):
         check_folder(str(folder), program())
 
 
-def test_an_index_beside_a_file_of_another_save_is_refused(llama):
+def test_an_index_next_to_a_file_of_another_save_is_refused(llama):
     folder, program = llama
-    other = folder / "model-00001-of-00001.safetensors"
-    other.write_bytes((folder / "model.safetensors").read_bytes())
-    listed = dict.fromkeys(load_file(other), other.name)
+    shard = folder / "model-00001-of-00001.safetensors"
+    shard.write_bytes((folder / "model.safetensors").read_bytes())
+    weight_map = dict.fromkeys(load_file(shard), shard.name)
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": listed}))
+    index.write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(DataError, match="would read instead"):
         check_folder(str(folder), program())
     (folder / "model.safetensors").unlink()
@@ -325,7 +329,7 @@ def test_an_index_beside_a_file_of_another_save_is_refused(llama):
 
 @pytest.mark.parametrize("size", [256, 258, None])
 def test_a_vocabulary_of_another_size_is_refused(llama, size):
-    """Transformers cannot load it; null stands for what is left out."""
+    """Transformers cannot load it. None stands for a missing setting."""
     folder, program = llama
     change(folder, vocab_size=size)
     if size is None:
@@ -338,22 +342,24 @@ def test_a_vocabulary_of_another_size_is_refused(llama, size):
 
 @pytest.fixture
 def glm(programs, exported):
-    """A folder of a GLM and its program."""
+    """Return a folder of a GLM, and a function to its program."""
     folder, _ = exported("glm 4.5")
     name = MODELS["glm 4.5"]
     size = "model.num_layers=2"
-    return folder, lambda *more: programs(*name, size, VOCABULARY, *more, devices=1)
+    return folder, lambda *overrides: programs(
+        *name, size, VOCABULARY, *overrides, devices=1
+    )
 
 
 def test_layers_that_predict_further_tokens_are_left_out(glm):
     folder, make = glm
     tensors = load_file(folder / "model.safetensors")
-    more = {
+    extra_tensors = {
         name.replace("layers.1.", "layers.2."): array
         for name, array in tensors.items()
         if "layers.1." in name
     }
-    save_file(tensors | more, folder / "model.safetensors")
+    save_file(tensors | extra_tensors, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"has a tensor model\.layers\.2"):
         check_folder(str(folder), make())
     change(folder, num_nextn_predict_layers=1)
@@ -395,8 +401,8 @@ def test_a_published_qwen3_5_is_read_without_its_other_parts(programs, tmp_path)
     prediction = {"mtp.fc.weight": np.ones((2, 4), np.float32)}
     save_file(published | image | prediction, file)
     text = json.loads(settings.read_text())
-    whole = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}}
-    settings.write_text(json.dumps(whole))
+    config = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}}
+    settings.write_text(json.dumps(config))
     mesh = ("mesh.fsdp=2", "mesh.expert=2")
     state = start_from(str(tmp_path), programs(*overrides, *mesh, devices=4))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
@@ -422,5 +428,5 @@ def test_an_average_starts_at_the_weights(llama):
     state = start_from(str(folder), program("optimizer.ema_decay=0.9"))
     average = state.optimizer.average
     jax.tree.map(np.testing.assert_array_equal, average, state.params)
-    both = zip(*map(jax.tree.leaves, (average, state.params)), strict=True)
-    assert not any(a is p for a, p in both)  # the step takes both over
+    pairs = zip(*map(jax.tree.leaves, (average, state.params)), strict=True)
+    assert not any(a is p for a, p in pairs)  # The step donates both.

@@ -1,4 +1,4 @@
-"""transformers' own models and tokenizers beside ours: names, losses, ids, texts."""
+"""Names, losses, token ids and texts are the same as in transformers."""
 
 import json
 
@@ -49,8 +49,8 @@ PRESETS = [
 ]
 
 
-def a_batch(theirs):
-    """Return a batch of 4 x 32 tokens, and their loss on it."""
+def draw_batch(theirs):
+    """Return a batch of 4 x 32 tokens, and the loss of their model on it."""
     tokens = np.random.default_rng(0).integers(0, BYTES.n_vocab, (4, 33), np.int32)
     positions = np.broadcast_to(np.arange(32, dtype=np.int32), (4, 32))
     logits = theirs(torch.tensor(tokens[:, :-1])).logits.flatten(0, 1)
@@ -68,7 +68,7 @@ def a_batch(theirs):
     ],
 )
 def test_full_size_tensors_are_those_that_transformers_writes(preset, family_name):
-    """By name, shape and dtype; nothing is allocated."""
+    """Names, shapes and dtypes are the same; nothing is allocated."""
     loading = pytest.importorskip("transformers.core_model_loading")
     model = compose([f"model={preset}"]).model
     family = family_of(model, family_name)
@@ -76,23 +76,23 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset, family_nam
     parts = FamilyTensors(family, model, param_infos(ours), model.vocab_size or 0)
     settings = exported_settings(family, model, BYTES, 2048, "bfloat16")
     settings |= {"vocab_size": model.vocab_size}
-    known = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(known)
-    written = loading.revert_weight_conversion(theirs, theirs.state_dict())
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    their_tensors = loading.revert_weight_conversion(theirs, theirs.state_dict())
     if model.tied_head:
-        del written["lm_head.weight"]  # which save_pretrained leaves out
+        del their_tensors["lm_head.weight"]  # save_pretrained omits it.
     bfloat16 = np.dtype("bfloat16")
     decays = (".A_log", ".dt_bias")
-    for name, tensor in written.items():
+    for name, tensor in their_tensors.items():
         is_precise = parts.dtype_of(name, bfloat16) != bfloat16
         assert is_precise == name.endswith((".e_score_correction_bias", *decays))
         expected = torch.float32 if is_precise else torch.bfloat16
         # transformers has some routers in float32 and decays in bfloat16, however they
         # are stored.
-        free = name.endswith((".mlp.gate.weight", *decays))
-        assert free or tensor.dtype is expected
-    shapes = {name: tuple(tensor.shape) for name, tensor in written.items()}
+        may_differ = name.endswith((".mlp.gate.weight", *decays))
+        assert may_differ or tensor.dtype is expected
+    shapes = {name: tuple(tensor.shape) for name, tensor in their_tensors.items()}
     assert parts.shapes(dict(named(params_of(ours)))) == shapes
 
 
@@ -104,17 +104,17 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset, family_nam
     ],
 )
 def test_gradients_are_the_same(programs, tmp_path, family):
-    """The trainer's, laid out as weights are written, beside torch's."""
-    named_so = (*MODELS[family], "model.num_layers=2", "model.router_aux_weight=0")
+    """The trainer's gradients, in the layout of exported weights, are torch's."""
+    overrides = (*MODELS[family], "model.num_layers=2", "model.router_aux_weight=0")
     rows = "data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"
     vocabulary = f"model.vocab_size={BYTES.n_vocab}"
-    program = programs(*named_so, *rows, vocabulary, devices=1)
+    program = programs(*overrides, *rows, vocabulary, devices=1)
     params = perturbed(program.config.model)
     parts = export(tmp_path, program, params, family=FAMILY_NAMES.get(family))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager"
     )
-    batch, expected = a_batch(theirs)
+    batch, expected = draw_batch(theirs)
     expected.backward()
     step = make_gradients(program.model, program.execution, program.recipe)
     (loss,), grads, *_ = jax.jit(step)(params, place(batch, program.batch))
@@ -123,11 +123,11 @@ def test_gradients_are_the_same(programs, tmp_path, family):
     for name in [name for name in ours if name.endswith("correction_bias")]:
         assert not ours.pop(name).any(), name
     loading = pytest.importorskip("transformers.core_model_loading")
-    written = loading.revert_weight_conversion(
+    their_grads = loading.revert_weight_conversion(
         theirs, {name: x.grad for name, x in theirs.named_parameters()}
     )
-    assert ours.keys() == written.keys()
-    for name, grad in written.items():
+    assert ours.keys() == their_grads.keys()
+    for name, grad in their_grads.items():
         grad = grad.numpy()
         scale = np.abs(grad).max()
         assert scale > 1e-6, f"{name} does not matter"
@@ -135,7 +135,7 @@ def test_gradients_are_the_same(programs, tmp_path, family):
 
 
 def test_an_olmo3_that_transformers_wrote_is_the_same_here(programs, tmp_path):
-    """Its loss and gradients; and its weights are written as they were read."""
+    """Loss and gradients are the same, and weights are written as they were read."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -151,13 +151,18 @@ def test_an_olmo3_that_transformers_wrote_is_the_same_here(programs, tmp_path):
         settings, attn_implementation="eager"
     )
     theirs.save_pretrained(tmp_path / "theirs")
-    batch, expected = a_batch(theirs)
+    batch, expected = draw_batch(theirs)
     expected.backward()
-    alike = ("embed_dim=64", "mlp_dim=96", "window=7", f"vocab_size={BYTES.n_vocab}")
+    model_settings = (
+        "embed_dim=64",
+        "mlp_dim=96",
+        "window=7",
+        f"vocab_size={BYTES.n_vocab}",
+    )
     scaling = ("kind=yarn", "factor=4", "original_length=16")
     program = programs(
         *("model=olmo3_nano", "model.norm_epsilon=1e-5", "model.num_layers=4"),
-        *(f"model.{setting}" for setting in alike),
+        *(f"model.{setting}" for setting in model_settings),
         *(f"model.rope_scaling.{setting}" for setting in scaling),
         *("data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"),
         devices=1,
@@ -171,13 +176,13 @@ def test_an_olmo3_that_transformers_wrote_is_the_same_here(programs, tmp_path):
         ours = parts.read(dict(named(grads)), name)
         grad = parameter.grad.numpy()
         assert np.abs(ours - grad).max() < 1e-4 * np.abs(grad).max(), name
-    written, read = (
+    copy, source = (
         load_file(tmp_path / folder / "model.safetensors")
         for folder in ("ours", "theirs")
     )
-    assert written.keys() == read.keys()
-    for name, array in written.items():
-        np.testing.assert_array_equal(array, read[name])
+    assert copy.keys() == source.keys()
+    for name, array in copy.items():
+        np.testing.assert_array_equal(array, source[name])
 
 
 @pytest.mark.parametrize(
@@ -189,20 +194,20 @@ def test_an_olmo3_that_transformers_wrote_is_the_same_here(programs, tmp_path):
 )
 def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family):
     vocabulary = f"model.vocab_size={BYTES.n_vocab}"
-    named_so = (*MODELS[family], "model.num_layers=2", vocabulary)
+    overrides = (*MODELS[family], "model.num_layers=2", vocabulary)
     rows = "data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"
-    program = programs(*named_so, *rows, "model.router_aux_weight=0", devices=1)
+    program = programs(*overrides, *rows, "model.router_aux_weight=0", devices=1)
     params = perturbed(program.config.model)
     export(tmp_path, program, params, family=FAMILY_NAMES.get(family))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager"
     )
     with torch.no_grad():
-        batch, expected = a_batch(theirs)
+        batch, expected = draw_batch(theirs)
         tokens = batch.inputs
         prompt = torch.tensor(tokens[:1, :16])
-        more = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
-        said = theirs.generate(prompt, **more)[0, 16:].tolist()
+        options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+        continuation = theirs.generate(prompt, **options)[0, 16:].tolist()
     state = start_from(str(tmp_path), program)
     decoder = make_decoder(program, BYTES.n_vocab, Sampling(temperature=0.0), 1)
     (ids,) = generate(
@@ -212,17 +217,17 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
     )
     _, metrics = program.train_step(state, place(batch, program.batch))
     assert float(metrics["loss"]) == pytest.approx(float(expected), abs=1e-4)
-    assert ids[0].tolist() == said
+    assert ids[0].tolist() == continuation
 
 
 @pytest.mark.parametrize(
     "pattern", [RANK_FILE_PATTERN, _BYTE_LEVEL_PATTERN], ids=["cl100k", "gpt2"]
 )
 def test_a_tokenizer_of_ours_gives_the_same_ids_and_texts(tmp_path, pattern):
-    """In as many scripts as catalogues of messages have, code and emoji."""
-    learned = parse_ranks("learned", bpe.train(TEXTS, 2048))
-    ranks = learned._mergeable_ranks
-    special = learned._special_tokens
+    """The texts are code, emoji and all scripts of message catalogues."""
+    tokenizer = parse_ranks("learned", bpe.train(TEXTS, 2048))
+    ranks = tokenizer._mergeable_ranks
+    special = tokenizer._special_tokens
     encoding = tiktoken.Encoding(
         "own", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )
@@ -235,6 +240,6 @@ def test_a_tokenizer_of_ours_gives_the_same_ids_and_texts(tmp_path, pattern):
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert ids == encode(encoding, text.encode()).tolist()
         assert theirs.decode(ids) == text
-    for token in range(encoding.n_vocab):  # many of them parts of a character
+    for token in range(encoding.n_vocab):  # Many are parts of a character.
         assert theirs.decode([token]) == decode(encoding, [token])
     assert theirs.eos_token_id == encoding.eot_token

@@ -1,4 +1,4 @@
-"""What an older config.json leaves unsaid is what transformers takes it to be."""
+"""A setting that config.json omits has the value that transformers assumes."""
 
 import json
 from pathlib import Path
@@ -13,26 +13,26 @@ from train.pretrained.folder import exported_settings
 from train.pretrained.folder_family import family_of_folder
 
 
-def of(name: str, *more: str):
-    """Return a model of MODELS, but for some settings."""
+def model_of(name: str, *overrides: str):
+    """Return a model of MODELS with some overrides."""
     size = ("model.num_layers=12", f"model.vocab_size={BYTES.n_vocab}")
-    return compose([*MODELS[name], *size, *more]).model
+    return compose([*MODELS[name], *size, *overrides]).model
 
 
-def write(folder: Path, name: str, **changed: object) -> str:
-    """Write that model's config.json, but for some settings; None leaves one out."""
-    model = of(name)
+def write_config(folder: Path, name: str, **changes: object) -> str:
+    """Write that model's config.json with some changes; None omits a setting."""
+    model = model_of(name)
     family = family_of(model, FAMILY_NAMES.get(name))
-    settings = exported_settings(family, model, BYTES, LENGTH, "float32") | changed
-    said = {key: value for key, value in settings.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(said))
+    settings = exported_settings(family, model, BYTES, LENGTH, "float32") | changes
+    content = {key: value for key, value in settings.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(content))
     return str(folder)
 
 
 @pytest.mark.parametrize(
     ("name", "said", "pattern"),
     [
-        # transformers does not read this in Gemma 2, nor the second of Gemma 3.
+        # transformers reads neither this key of Gemma 2 nor the last one of Gemma 3.
         ("gemma2", {"sliding_window_pattern": 3}, "local,global"),
         ("gemma3", {}, "local,local,local,local,local,global"),
         ("gemma3", {"sliding_window_pattern": 3}, "local,local,global"),
@@ -46,12 +46,14 @@ def write(folder: Path, name: str, **changed: object) -> str:
     ],
 )
 def test_another_pattern_is_refused_by_name(tmp_path, name, said, pattern):
-    folder = write(tmp_path, name, layer_types=None, **said)
-    family_of_folder(folder, of(name, f"model.layer_pattern=[{pattern}]"))
-    for other in {"local", "local,global", "global,local", "local,local,global"}:
-        if other != pattern:
+    folder = write_config(tmp_path, name, layer_types=None, **said)
+    family_of_folder(folder, model_of(name, f"model.layer_pattern=[{pattern}]"))
+    for candidate in {"local", "local,global", "global,local", "local,local,global"}:
+        if candidate != pattern:
             with pytest.raises(ConfigError, match="layer_pattern is") as error:
-                family_of_folder(folder, of(name, f"model.layer_pattern=[{other}]"))
+                family_of_folder(
+                    folder, model_of(name, f"model.layer_pattern=[{candidate}]")
+                )
             assert f"model.layer_pattern=[{pattern}]" in str(error.value)
 
 
@@ -63,11 +65,11 @@ def test_another_pattern_is_refused_by_name(tmp_path, name, said, pattern):
     ],
 )
 def test_another_pattern_of_mixers_is_refused_by_name(tmp_path, said, pattern):
-    folder = write(tmp_path, "qwen3-next", layer_types=None, **said)
-    family_of_folder(folder, of("qwen3-next", f"model.mixer_pattern=[{pattern}]"))
-    other = of("qwen3-next", "model.mixer_pattern=[attention,gated_delta]")
+    folder = write_config(tmp_path, "qwen3-next", layer_types=None, **said)
+    family_of_folder(folder, model_of("qwen3-next", f"model.mixer_pattern=[{pattern}]"))
+    other_model = model_of("qwen3-next", "model.mixer_pattern=[attention,gated_delta]")
     with pytest.raises(ConfigError, match="mixer_pattern is") as error:
-        family_of_folder(folder, other)
+        family_of_folder(folder, other_model)
     assert f"model.mixer_pattern=[{pattern}]" in str(error.value)
 
 
@@ -77,10 +79,12 @@ def test_another_pattern_of_mixers_is_refused_by_name(tmp_path, said, pattern):
 )
 def test_scores_that_gpt2_scales_otherwise_are_refused(tmp_path, setting, other):
     for usual in (not other, None):
-        family_of_folder(write(tmp_path, "gpt2", **{setting: usual}), of("gpt2"))
-    folder = write(tmp_path, "gpt2", **{setting: other})
+        family_of_folder(
+            write_config(tmp_path, "gpt2", **{setting: usual}), model_of("gpt2")
+        )
+    folder = write_config(tmp_path, "gpt2", **{setting: other})
     with pytest.raises(ConfigError, match=rf"{setting} is \w+, there \w+"):
-        family_of_folder(folder, of("gpt2"))
+        family_of_folder(folder, model_of("gpt2"))
 
 
 @pytest.mark.parametrize(
@@ -94,17 +98,17 @@ def test_scores_that_gpt2_scales_otherwise_are_refused(tmp_path, setting, other)
         ("qwen3.5", "rotary_fraction=0.25", "rotary_fraction=0.5"),
     ],
 )
-def test_rotations_left_unsaid_are_the_usual_ones(tmp_path, name, usual, other):
+def test_omitted_rotations_have_the_usual_values(tmp_path, name, usual, other):
     keys = (
         "rope_parameters",
         "rope_theta",
         "rope_local_base_freq",
         "partial_rotary_factor",
     )
-    folder = write(tmp_path, name, **dict.fromkeys(keys))
-    family_of_folder(folder, of(name, f"model.{usual}"))
+    folder = write_config(tmp_path, name, **dict.fromkeys(keys))
+    family_of_folder(folder, model_of(name, f"model.{usual}"))
     with pytest.raises(ConfigError, match=f"model.{other.split('=')[0]} is"):
-        family_of_folder(folder, of(name, f"model.{other}"))
+        family_of_folder(folder, model_of(name, f"model.{other}"))
 
 
 @pytest.mark.parametrize(
@@ -115,21 +119,21 @@ def test_rotations_left_unsaid_are_the_usual_ones(tmp_path, name, usual, other):
         ("gemma2", "final_logit_softcapping", "logit_soft_cap"),
     ],
 )
-def test_null_says_that_there_is_none(tmp_path, name, setting, key):
-    folder = write(tmp_path, name)
-    model = of(name)
+def test_null_turns_a_setting_off(tmp_path, name, setting, key):
+    folder = write_config(tmp_path, name)
+    model = model_of(name)
     family_of_folder(folder, model)
-    said = json.loads((tmp_path / "config.json").read_text()) | {setting: None}
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    settings = json.loads((tmp_path / "config.json").read_text()) | {setting: None}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=rf"model\.{key} is \S+, there null"):
         family_of_folder(folder, model)
 
 
 def test_what_a_family_does_not_read_is_not_advised(tmp_path):
-    said = {"sliding_window": 131072, "layer_types": ["full_attention"] * 12}
-    folder = write(tmp_path, "qwen2", **said)
+    settings = {"sliding_window": 131072, "layer_types": ["full_attention"] * 12}
+    folder = write_config(tmp_path, "qwen2", **settings)
     with pytest.raises(ConfigError, match=r"model\.embed_dim=128") as error:
-        family_of_folder(folder, of("qwen2", "model.embed_dim=64"))
+        family_of_folder(folder, model_of("qwen2", "model.embed_dim=64"))
     assert "model.window" not in str(error.value)
     assert "layer_pattern" not in str(error.value)
 
@@ -160,10 +164,10 @@ def test_what_a_family_does_not_read_is_not_advised(tmp_path):
     ],
 )
 def test_what_is_left_out_is_the_default_of_the_class(tmp_path, name, left_out, said):
-    model = of(name)
+    model = model_of(name)
     aliases = {"num_experts": None, "num_local_experts": None}
-    more = aliases if left_out == "num_experts" else {}
-    folder = write(tmp_path, name, **{left_out: None}, **more)
+    other_omissions = aliases if left_out == "num_experts" else {}
+    folder = write_config(tmp_path, name, **{left_out: None}, **other_omissions)
     if said is None:
         family_of_folder(folder, model)
         return
@@ -214,8 +218,8 @@ def test_what_is_left_out_is_the_default_of_the_class(tmp_path, name, left_out, 
 def test_other_settings_are_read_as_transformers_reads_them(
     tmp_path, name, changed, said
 ):
-    model = of(name)
-    folder = write(tmp_path, name, **changed)
+    model = model_of(name)
+    folder = write_config(tmp_path, name, **changed)
     if said is None:
         family_of_folder(folder, model)
         return
@@ -225,11 +229,11 @@ def test_other_settings_are_read_as_transformers_reads_them(
 
 
 def test_a_type_without_a_class_has_no_defaults(tmp_path):
-    folder = write(tmp_path, "deepseek v3", model_type="kimi_k2", n_group=None)
+    folder = write_config(tmp_path, "deepseek v3", model_type="kimi_k2", n_group=None)
     with pytest.raises(ConfigError, match=r"kimi_k2, for which .* must state n_group"):
-        family_of_folder(folder, of("deepseek v3"))
-    folder = write(tmp_path, "deepseek v3", model_type="kimi_k2")
-    family_of_folder(folder, of("deepseek v3"))
+        family_of_folder(folder, model_of("deepseek v3"))
+    folder = write_config(tmp_path, "deepseek v3", model_type="kimi_k2")
+    family_of_folder(folder, model_of("deepseek v3"))
 
 
 @pytest.mark.parametrize(
@@ -239,4 +243,4 @@ def test_a_type_without_a_class_has_no_defaults(tmp_path):
 def test_a_config_that_is_no_object_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError):
-        family_of_folder(str(tmp_path), of("llama"))
+        family_of_folder(str(tmp_path), model_of("llama"))

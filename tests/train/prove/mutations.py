@@ -32,10 +32,10 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 class Mutation(NamedTuple):
-    """A planted fault, and what must be said of it.
+    """A planted fault, and the report that it must lead to.
 
-    first: the beginning of the first difference.
-    cause: the parts of which at least one must be named, and no other.
+    first: The first difference begins with this.
+    cause: The report names at least one of these, and no other.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Mutation(NamedTuple):
 
 
 def size(axis: str) -> int:
-    """Return the devices along a mesh axis; 1 where the axis is not manual."""
+    """Return the number of devices along a mesh axis, or 1 if it is not manual."""
     try:
         return jax.lax.psum(1, axis)
     except NameError:
@@ -55,16 +55,16 @@ def size(axis: str) -> int:
 
 
 def index(axis: str) -> Any:
-    """Return the index of the device; 0 where the axis is not manual."""
+    """Return the device's index along a mesh axis, or 0 if it is not manual."""
     return jax.lax.axis_index(axis) if size(axis) > 1 else 0
 
 
-def replaced(place: Any, name: str, make: Callable[[Any], Any]) -> Patch:
-    """Return a patch that replaces a function by `make` of it."""
+def replace_function(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
+    """Return a patch that replaces a function with the result of `make` for it."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        is_path = isinstance(place, str)
-        module = __import__(place, fromlist=["_"]) if is_path else place
+        is_path = isinstance(owner, str)
+        module = __import__(owner, fromlist=["_"]) if is_path else owner
         monkeypatch.setattr(module, name, make(getattr(module, name)))
 
     return patch
@@ -79,33 +79,35 @@ class Forgetful(Placement):
         return tuple(a for a in super().replica_axes(axes) if a != self.forgotten)
 
 
-def forgetful(placement: Placement, axis: str) -> Placement:
+def forget_axis(placement: Placement, axis: str) -> Placement:
     values = {field.name: getattr(placement, field.name) for field in fields(placement)}
-    forgetful = type("Forgetful", (Forgetful,), {"forgotten": axis})
-    return forgetful(**values)
+    placement_type = type("Forgetful", (Forgetful,), {"forgotten": axis})
+    return placement_type(**values)
 
 
 def forget_replicas(kind: Kind, axis: str) -> Patch:
-    """Do not sum gradients of one kind of parameter along an axis."""
+    """Return a patch that skips the sum of one kind's gradients along an axis."""
 
     def make(original):
         def reduce(grads, infos, execution):
-            right = original(grads, infos, execution)
-            placement = forgetful(execution.placement, axis)
-            wrong = original(grads, infos, execution._replace(placement=placement))
+            correct_grads = original(grads, infos, execution)
+            placement = forget_axis(execution.placement, axis)
+            partial_grads = original(
+                grads, infos, execution._replace(placement=placement)
+            )
             return jax.tree.map(
                 lambda info, a, b: b if info.kind is kind else a,
-                *(infos, right, wrong),
+                *(infos, correct_grads, partial_grads),
                 is_leaf=lambda node: hasattr(node, "kind"),
             )
 
         return reduce
 
-    return replaced("train.core.step", "reduce_over_replicas", make)
+    return replace_function("train.core.step", "reduce_over_replicas", make)
 
 
 def forget_in_sum(is_count: bool, axis: str) -> Patch:
-    """Do not sum the counts, or the losses, along an axis."""
+    """Return a patch that skips the sum of counts, or of losses, along an axis."""
 
     def make(original):
         def sum_over_rows(sums, placement):
@@ -117,7 +119,7 @@ def forget_in_sum(is_count: bool, axis: str) -> Patch:
 
         return sum_over_rows
 
-    return replaced("train.core.step", "sum_over_rows", make)
+    return replace_function("train.core.step", "sum_over_rows", make)
 
 
 def equal_rows(original):
@@ -135,11 +137,11 @@ def local_norm(original):
     def make_train_step(model, optimizer, execution, *args, **options):
         step = original(model, optimizer, execution, *args, **options)
         norm = optax.tree.norm
-        shards = execution.placement.mesh.shape["fsdp"]
+        num_shards = execution.placement.mesh.shape["fsdp"]
 
         def train_step(state, batch):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(optax.tree, "norm", lambda x: norm(x) * shards**-0.5)
+                patch.setattr(optax.tree, "norm", lambda x: norm(x) * num_shards**-0.5)
                 return step(state, batch)
 
         return train_step
@@ -149,19 +151,19 @@ def local_norm(original):
 
 def seeds_by_shard(original):
     def run_per_device(function, execution, infos, result_specs):
-        def shifted(params, rows):
+        def shift_seeds(params, rows):
             if getattr(rows, "seeds_BT", None) is not None:
                 rows = rows._replace(seeds_BT=rows.seeds_BT + 7 * index("data"))
             return function(params, rows)
 
-        return original(shifted, execution, infos, result_specs)
+        return original(shift_seeds, execution, infos, result_specs)
 
     return run_per_device
 
 
 def reversed_ring(original):
     def ppermute(x, axis_name, perm):
-        return original(x, axis_name, [(to, start) for start, to in perm])
+        return original(x, axis_name, [(target, source) for source, target in perm])
 
     return ppermute
 
@@ -184,10 +186,10 @@ def bias_on_each_shard(original):
 
 def shards_of_muon(original):
     def map_whole(function, arrays, **options):
-        def wrong(matrices):
+        def scale_by_shard(matrices):
             return function(matrices) * (1 + index("fsdp"))
 
-        return original(wrong, arrays, **options)
+        return original(scale_by_shard, arrays, **options)
 
     return map_whole
 
@@ -231,8 +233,8 @@ def overlapping_microbatches(original):
 
 def scaled_microbatches(original):
     def sum_microbatches(compute, params, parts, **sizes):
-        grads, rest = original(compute, params, parts, **sizes)
-        return jax.tree.map(lambda g: g / 2, grads), rest
+        grads, sums = original(compute, params, parts, **sizes)
+        return jax.tree.map(lambda g: g / 2, grads), sums
 
     return sum_microbatches
 
@@ -272,8 +274,8 @@ def nan_on_shard(original):
     def reduce(grads, infos, execution):
         grads = original(grads, infos, execution)
         head = grads["head"]["weight"]
-        bad = head + jnp.where(index("fsdp") == 1, jnp.nan, 0.0)
-        return grads | {"head": {"weight": bad}}
+        weight_with_nan = head + jnp.where(index("fsdp") == 1, jnp.nan, 0.0)
+        return grads | {"head": {"weight": weight_with_nan}}
 
     return reduce
 
@@ -305,7 +307,7 @@ LONG_RING = "context=4 data=2"
 STEP = "train.core.step"
 ROWS = "train.core.rows"
 FIRST_MATRIX = "gradient layers.0.0.attention.query.weight"
-in_ring_order = replaced(
+skip_ring_order = replace_function(
     "model.parts.attention", "in_ring_order", lambda original: lambda x, axes: x
 )
 MUTATIONS = [
@@ -335,7 +337,7 @@ MUTATIONS = [
     ),
     Mutation(
         *("no sum in layers", DENSE, PAIR),
-        replaced(WeightPlacement, "reduce_scatter", scatter_without("data")),
+        replace_function(WeightPlacement, "reduce_scatter", scatter_without("data")),
         *(FIRST_MATRIX, ("data",)),
     ),
     Mutation(
@@ -346,57 +348,57 @@ MUTATIONS = [
     ),
     Mutation(
         *("shards in wrong order", DENSE, PAIR),
-        replaced(WeightPlacement, "gather", rolled_gather),
+        replace_function(WeightPlacement, "gather", rolled_gather),
         *("loss", ("fsdp",)),
     ),
     Mutation(
         *("head gathered wrongly", DENSE, PAIR),
-        replaced(LossOptions, "gather", halved_padding_ids),
+        replace_function(LossOptions, "gather", halved_padding_ids),
         *("loss", ("fsdp",)),
     ),
     Mutation(
         *("rows twice", DENSE, PAIR),
-        replaced("train.prove.parity", "place", equal_rows),
+        replace_function("train.prove.parity", "place", equal_rows),
         *("counts of targets", ("data",)),
     ),
     Mutation(
         *("embedding of neighbours", DENSE, CUBE),
-        replaced("model.gpt", "look_up", doubled_lookup),
+        replace_function("model.gpt", "look_up", doubled_lookup),
         *("loss", ("data",)),
     ),
     Mutation(
         *("NaN on a shard", DENSE, PAIR),
-        replaced(STEP, "reduce_over_replicas", nan_on_shard),
+        replace_function(STEP, "reduce_over_replicas", nan_on_shard),
         *("gradient head.weight", ("fsdp",)),
     ),
     Mutation(
         *("norm of a shard", DENSE, CUBE),
-        replaced("train.core.program", "make_train_step", local_norm),
+        replace_function("train.core.program", "make_train_step", local_norm),
         *("metric grad_norm", ("fsdp",)),
     ),
     Mutation(
         *("Muon by shard", MUON, PAIR),
-        replaced("train.optimizers.muon", "map_whole_matrices", shards_of_muon),
+        replace_function("train.optimizers.muon", "map_whole_matrices", shards_of_muon),
         *("update layers.", ("fsdp",)),
     ),
     Mutation(
         *("dropout by shard", DROPPING, PAIR),
-        replaced(STEP, "run_per_device", seeds_by_shard),
+        replace_function(STEP, "run_per_device", seeds_by_shard),
         *("metric grad_norm", ("data",)),
     ),
     Mutation(
         *("microbatches overlap", DENSE, "fsdp=2 train.accumulation_steps=2"),
-        replaced(STEP, "split", overlapping_microbatches),
+        replace_function(STEP, "split", overlapping_microbatches),
         *("loss", ("train.accumulation_steps",)),
     ),
     Mutation(
         *("scale of microbatches", DENSE, "fsdp=2 train.accumulation_steps=2"),
-        replaced(STEP, "sum_over_microbatches", scaled_microbatches),
+        replace_function(STEP, "sum_over_microbatches", scaled_microbatches),
         *("gradient embedding.weight", ("train.accumulation_steps",)),
     ),
     Mutation(
         *("positions by shard", DENSE, RING),
-        replaced("model.gpt", "make_rotations", shifted_positions),
+        replace_function("model.gpt", "make_rotations", shifted_positions),
         *("loss", ("context",)),
     ),
     Mutation(
@@ -407,59 +409,63 @@ MUTATIONS = [
         *("loss", ("context",)),
     ),
     Mutation(
-        *("rows not in ring order", DENSE, RING, in_ring_order, "loss", ("context",))
+        *("rows not in ring order", DENSE, RING, skip_ring_order, "loss", ("context",))
     ),
     Mutation(
         *("ring runs backwards", DENSE, LONG_RING),
-        replaced(jax.lax, "ppermute", reversed_ring),
+        replace_function(jax.lax, "ppermute", reversed_ring),
         *("loss", ("context",)),
     ),
     Mutation(
         *("window too short on the ring", NEAR, RING),
-        replaced(
+        replace_function(
             "model.parts.context.context_parallel", "attend_in_window", short_window
         ),
         *("loss", ("context",)),
     ),
     Mutation(
         *("heads exchanged wrongly", DENSE, f"{RING} context_attention=ulysses"),
-        replaced(jax.lax, "all_to_all", rolled_heads),
+        replace_function(jax.lax, "all_to_all", rolled_heads),
         *("loss", ("context",)),
     ),
     Mutation(
         *("stages send backwards", (*DENSE, "model.num_layers=4"), "pipeline=4 data=2"),
-        replaced(jax.lax, "ppermute", reversed_ring),
+        replace_function(jax.lax, "ppermute", reversed_ring),
         *("loss", ("pipeline",)),
     ),
     Mutation(
         *("groups of layers on wrong stages", (*DENSE, "model.num_layers=4")),
         "pipeline=2 fsdp=2 pipeline_repeats=2",
-        replaced("model.parts.pipeline", "interleave_layers", equal_stages),
+        replace_function("model.parts.pipeline", "interleave_layers", equal_stages),
         *("loss", ("pipeline",)),
     ),
     Mutation(
         *("load of one shard", MOE, "data=2 expert=2"),
-        replaced(Placement, "layer_batch_axes", local_load),
+        replace_function(Placement, "layer_batch_axes", local_load),
         *("counts of experts' tokens", ("data",)),
     ),
     Mutation(
         *("balance of one shard", AUX, "data=2 expert=2"),
-        replaced(Placement, "layer_batch_axes", local_load),
+        replace_function(Placement, "layer_batch_axes", local_load),
         *("counts of experts' tokens", ("data",)),
     ),
     Mutation(
         *("tokens reach other experts", MOE, "data=2 expert=2"),
-        replaced("model.parts.experts.exchange", "run_local_experts", wrong_experts),
+        replace_function(
+            "model.parts.experts.exchange", "run_local_experts", wrong_experts
+        ),
         *("loss", ("expert",)),
     ),
     Mutation(
         *("bias on each shard", MOE, "expert=2 tensor=2"),
-        replaced("model.parts.experts.exchange", "add_bias", bias_on_each_shard),
+        replace_function(
+            "model.parts.experts.exchange", "add_bias", bias_on_each_shard
+        ),
         *("loss", ("tensor",)),
     ),
     Mutation(
         *("experts' sum twice", MOE, "expert=2 tensor=2"),
-        replaced(LocalExperts, "reduce", shared_expert_everywhere),
+        replace_function(LocalExperts, "reduce", shared_expert_everywhere),
         *("loss", ("tensor",)),
     ),
     Mutation(

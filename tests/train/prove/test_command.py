@@ -1,4 +1,4 @@
-"""`python -m train.prove`: what it prints and writes, and its exit code."""
+"""`python -m train.prove` prints and records its result, and exits with a code."""
 
 import json
 
@@ -9,7 +9,7 @@ SMALL = (
     *("data.sequence_length=32", "data.batch_size=8", "optimizer=adamw"),
     *("eval.final_num_batches=1", "run.dir=run"),
 )
-# Plants a fault before the command runs.
+# This program plants a fault before the command runs.
 BROKEN = """
 import runpy, sys
 from pytest import MonkeyPatch
@@ -39,11 +39,13 @@ runpy.run_module("train", run_name="__main__", alter_sys=True)
 
 @pytest.mark.slow
 def test_a_proved_mesh_is_recorded_and_the_run_starts_there(forks, tmp_path):
-    words = *SMALL, "mesh.fsdp=-1", "runtime.prove_kernels=true"
-    result = forks.run(["-m", "train.prove", *words], tmp_path)
+    overrides = *SMALL, "mesh.fsdp=-1", "runtime.prove_kernels=true"
+    result = forks.run(["-m", "train.prove", *overrides], tmp_path)
     assert result.returncode == 0, result.stderr
-    last = result.stdout.splitlines()[-1]
-    assert last == "proved      The steps on the mesh fsdp 2 are those of one device."
+    last_line = result.stdout.splitlines()[-1]
+    assert (
+        last_line == "proved      The steps on the mesh fsdp 2 are those of one device."
+    )
     record = json.loads((tmp_path / "run/prove.json").read_text())
     assert record["proved"]
     assert record["mesh"] == {"fsdp": 2}
@@ -51,23 +53,23 @@ def test_a_proved_mesh_is_recorded_and_the_run_starts_there(forks, tmp_path):
     assert record["compared"] > 50
     assert {"jax", "code"} <= record["versions"].keys()
     assert {"loss", "gradient"} <= {entry["quantity"] for entry in record["largest"]}
-    result = forks.run(["-m", "train", *words], tmp_path)
+    result = forks.run(["-m", "train", *overrides], tmp_path)
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
-def test_a_fault_ends_with_exit_code_5_and_its_place(forks, tmp_path):
+def test_a_fault_ends_with_exit_code_5_and_is_located(forks, tmp_path):
     program = tmp_path / "broken.py"
     program.write_text(BROKEN)
-    words = str(program), "train.prove", "no sum of tables"
-    more = *SMALL, "mesh.data=2", "mesh.fsdp=2"
-    result = forks.run([*words, *more], tmp_path)
+    command = str(program), "train.prove", "no sum of tables"
+    overrides = *SMALL, "mesh.data=2", "mesh.fsdp=2"
+    result = forks.run([*command, *overrides], tmp_path)
     assert result.returncode == 5, result.stderr
     *_, difference, cause = result.stdout.splitlines()
     mesh = "not proved  The first difference on the mesh data 2 x fsdp 2"
     assert difference.startswith(f"{mesh}: gradient embedding.weight: ")
     assert cause == "cause       data"
-    result = forks.run([*words, *more, "json=true"], tmp_path)
+    result = forks.run([*command, *overrides, "json=true"], tmp_path)
     assert result.returncode == 5
     record = json.loads(result.stdout)
     assert record == json.loads((tmp_path / "run/prove.json").read_text())
@@ -80,8 +82,8 @@ def test_a_fault_ends_with_exit_code_5_and_its_place(forks, tmp_path):
 def test_a_run_does_not_start_with_a_wrong_kernel(forks, tmp_path):
     program = tmp_path / "broken.py"
     program.write_text(BROKEN_KERNEL)
-    words = [str(program), *SMALL, "runtime.prove_kernels=true"]
-    result = forks.run(words, tmp_path)
+    command = [str(program), *SMALL, "runtime.prove_kernels=true"]
+    result = forks.run(command, tmp_path)
     assert result.returncode == 5, result.stderr
     assert "xla attention, window none: result" in result.stderr
 

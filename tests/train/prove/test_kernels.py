@@ -1,4 +1,4 @@
-"""A kernel that computes something else than the plain formula is named."""
+"""A kernel whose results differ from the plain formula is named."""
 
 from types import SimpleNamespace
 
@@ -22,8 +22,8 @@ MODEL = (
 
 @pytest.fixture
 def case(configure, monkeypatch):
-    """A config with windows, sinks and experts, and its execution."""
-    use(monkeypatch, xla.attend)
+    """Return a config with windows, sinks and experts, and its execution."""
+    use_kernel(monkeypatch, xla.attend)
     config = configure(*MODEL)
     sizes = dict.fromkeys(MESH_AXES, 1)
     execution = choose_execution(config, jax.devices()[0], sizes)
@@ -36,7 +36,7 @@ def wrong_parts(case):
     return {d.key.name.split(": ")[1] for d in differences if d.is_wrong}
 
 
-def use(monkeypatch, attend):
+def use_kernel(monkeypatch, attend):
     kernel = SimpleNamespace(attend=attend, SCALES_QUERIES=True)
     monkeypatch.setitem(KERNELS, Attention.cudnn, kernel)
 
@@ -62,11 +62,11 @@ def test_a_window_that_is_too_long_is_found(case, monkeypatch):
         window = window and window + 1
         return xla.attend(inputs, window=window, soft_cap=soft_cap)
 
-    use(monkeypatch, attend)
-    with pytest.raises(Exit, match="window 16: result") as raised:
+    use_kernel(monkeypatch, attend)
+    with pytest.raises(Exit, match="window 16: result") as error:
         check_kernels(*case)
-    assert raised.value.code == NOT_PROVED
-    assert "window none" not in str(raised.value)
+    assert error.value.code == NOT_PROVED
+    assert "window none" not in str(error.value)
 
 
 def test_documents_that_see_each_other_are_found(case, monkeypatch):
@@ -74,7 +74,7 @@ def test_documents_that_see_each_other_are_found(case, monkeypatch):
         inputs = inputs._replace(segment_ids_BS=None)
         return xla.attend(inputs, window=window, soft_cap=soft_cap)
 
-    use(monkeypatch, attend)
+    use_kernel(monkeypatch, attend)
     assert "result" in wrong_parts(case)
 
 
@@ -85,7 +85,7 @@ def test_a_wrong_gradient_alone_is_found(case, monkeypatch):
         inputs = inputs._replace(k_BSKH=half)
         return xla.attend(inputs, window=window, soft_cap=soft_cap)
 
-    use(monkeypatch, attend)
+    use_kernel(monkeypatch, attend)
     assert wrong_parts(case) == {"gradient of keys"}
 
 

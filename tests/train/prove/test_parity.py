@@ -1,4 +1,4 @@
-"""A fault of the parallel program is found, and its place and its cause are named."""
+"""A fault of the parallel program is found, and its location and cause are named."""
 
 import functools
 
@@ -15,7 +15,7 @@ ROWS = ("data.sequence_length=32", "data.batch_size=8", "model.vocab_size=24")
 
 @pytest.fixture(scope="module")
 def reference(configure):
-    """Give the steps of one device, computed before anything is broken."""
+    """Return the steps of one device, which are computed before a fault is planted."""
 
     @functools.cache
     def reference(model: tuple[str, ...]) -> Reference:
@@ -26,11 +26,14 @@ def reference(configure):
 
 @pytest.fixture
 def compare(configure, reference):
-    """Compare a model on a mesh with one device."""
+    """Return a function that compares a model's steps on a mesh with one device's."""
 
     def compare(model, mesh):
-        words = [word if "." in word else f"mesh.{word}" for word in mesh.split()]
-        return reference(model).compare(configure(*model, *ROWS, *words))
+        overrides = [
+            override if "." in override else f"mesh.{override}"
+            for override in mesh.split()
+        ]
+        return reference(model).compare(configure(*model, *ROWS, *overrides))
 
     return compare
 
@@ -81,8 +84,8 @@ def test_the_cause_is_found_by_switching_axes_off(configure, differs, cause):
 
 def test_a_parameter_without_a_gradient_is_named(configure):
     # The softmax is the same for any bias of keys, if positions are not rotated.
-    words = "model=gpt2_nano", "model.num_layers=1", "model.embed_dim=16", *ROWS
-    reference = Reference(configure(*words), jax.devices())
+    overrides = "model=gpt2_nano", "model.num_layers=1", "model.embed_dim=16", *ROWS
+    reference = Reference(configure(*overrides), jax.devices())
     assert reference.no_gradient == ("layers.0.0.attention.key.bias",)
 
 

@@ -1,4 +1,4 @@
-"""A shrunk config is small and right, and has the switches of the run."""
+"""A shrunk config is small and valid, and keeps the switches of the run."""
 
 import math
 
@@ -70,8 +70,10 @@ def test_every_family_is_proved(shrunk, composed, model):
 
 def test_every_mixer_of_a_pattern_stays(shrunk):
     pattern = "[gated_delta,gated_delta,gated_delta,attention]"
-    words = f"model.mixer_pattern={pattern}", "model.num_layers=16"
-    model = shrunk("model=qwen3_nano", *words, *MESH, "data.batch_size=64").config.model
+    overrides = f"model.mixer_pattern={pattern}", "model.num_layers=16"
+    model = shrunk(
+        "model=qwen3_nano", *overrides, *MESH, "data.batch_size=64"
+    ).config.model
     assert model.num_layers == 8
     assert {*model.mixers} == {*Mixer} - {Mixer.latent_attention}
 
@@ -81,8 +83,8 @@ def test_ratios_of_heads_experts_and_windows_stay(shrunk):
     assert model.num_heads / model.kv_heads == 8
     model = shrunk("model=mixtral_8x7b", *MESH, "data.batch_size=64").config.model
     assert model.num_experts / model.experts_per_token == 4
-    rows = "data.sequence_length=8192"
-    model = shrunk("model=gemma2_9b", *MESH, "data.batch_size=64", rows).config.model
+    length = "data.sequence_length=8192"
+    model = shrunk("model=gemma2_9b", *MESH, "data.batch_size=64", length).config.model
     assert (model.window, model.num_layers) == (32, 4)
 
 
@@ -110,8 +112,8 @@ def test_ratios_of_heads_experts_and_windows_stay(shrunk):
     ],
 )
 def test_a_mesh_gets_at_most_eight_devices(shrunk, overrides, mesh, num_left_out):
-    more = "model.num_layers=8", "data.batch_size=48", "model.num_kv_heads=4"
-    config, _, left_out = shrunk(*more, *overrides.split())
+    sizes = "model.num_layers=8", "data.batch_size=48", "model.num_kv_heads=4"
+    config, _, left_out = shrunk(*sizes, *overrides.split())
     assert mesh_of(config) == mesh
     assert len(left_out) == 1 + num_left_out
     devices = jax.devices()[: math.prod(mesh.values())]

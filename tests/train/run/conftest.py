@@ -1,4 +1,4 @@
-"""Folders of checkpoints and owners of runs, all of them closed behind a test."""
+"""These fixtures save checkpoints and take leases, and close them after each test."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ ABOUT = {"config": "data: {document_start: true}\n"}
 
 
 class Clocks:
-    """Stands in for the time module: one true time, and a clock that may be off."""
+    """Replace the time module by a true time and a clock that may be off."""
 
     now = skew = 0.0
 
@@ -35,27 +35,27 @@ def folder(tmp_path: Path) -> epath.Path:
 
 @pytest.fixture
 def saved(folder):
-    """Open the folder, as of a run if its identity is given, and save some steps."""
-    opened = []
+    """Return a function that opens `folder` for a run and saves some steps."""
+    all_checkpoints = []
 
     def saved(
-        *steps: int, at: epath.Path = folder, run_id: str | None = None, **config
+        *steps: int, path: epath.Path = folder, run_id: str | None = None, **config
     ) -> Checkpoints:
-        checkpoints = Checkpoints(at, CheckpointConfig(**config), run_id=run_id)
-        opened.append(checkpoints)
+        checkpoints = Checkpoints(path, CheckpointConfig(**config), run_id=run_id)
+        all_checkpoints.append(checkpoints)
         for step in steps:
             checkpoints.save(step, make_state(step), ABOUT)
         checkpoints.wait()
         return checkpoints
 
     yield saved
-    for checkpoints in opened:
+    for checkpoints in all_checkpoints:
         checkpoints.close()
 
 
 @pytest.fixture
 def start() -> Iterator:
-    """Start a process and tell it what to do."""
+    """Return a function that starts a process and sends it commands."""
     with contextlib.ExitStack() as stack:
 
         def start(folder, *commands, machine="", times=(0.05, NEVER_S)) -> Process:
@@ -70,7 +70,10 @@ def start() -> Iterator:
 
 @pytest.fixture
 def take() -> Iterator:
-    """Take a lease for this process; its attribute `lost` lists what it heard."""
+    """Return a function that takes a lease for this process.
+
+    The attribute `lost` of the lease lists the messages about its loss.
+    """
     with contextlib.ExitStack() as stack:
 
         def take(folder, times=(0.05, NEVER_S)) -> Lease:

@@ -1,4 +1,4 @@
-"""The rows that a log holds, and what was said meanwhile."""
+"""These functions read the rows of a log and the messages that were logged."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from train.run.jsonl_reader import iterate_rows, newest_rows
 
 
 def numbers(run_dir: Any) -> list[int]:
-    found = [row["n"] for row in iterate_rows(run_dir, "log")]
-    assert [row["n"] for row in newest_rows(run_dir, "log")] == found[::-1]
-    return found
+    values = [row["n"] for row in iterate_rows(run_dir, "log")]
+    assert [row["n"] for row in newest_rows(run_dir, "log")] == values[::-1]
+    return values
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -1,4 +1,4 @@
-"""Processes that own a folder, and do what they are told; its files."""
+"""Run processes that own a folder and obey commands, and list its files."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ for command in iter(sys.stdin.readline, ""):
 
 
 class Process:
-    """A process that does what it is told, one command at a time."""
+    """A process that executes the commands that it is sent, one at a time."""
 
     def __init__(self, folder: str | Path, *, machine: str, times: tuple[float, float]):
         arguments = [str(folder), *map(str, times), machine]
@@ -70,7 +70,7 @@ class Process:
             self.popen.stdin.write(f"{command}\n")
 
     def until(self, *texts: str) -> list[str]:
-        """Read its lines up to one that holds one of the texts."""
+        """Return the output lines up to the first that contains one of the texts."""
         lines: list[str] = []
         assert self.popen.stdout
         for line in self.popen.stdout:
@@ -84,14 +84,14 @@ class Process:
         return self.until(f"did {command}")
 
     def send(self, number: int) -> None:
-        """Send a signal that stops it or lets it go on, and see it happen."""
+        """Send a signal that stops or continues the process, and wait for a stop."""
         os.kill(self.pid, number)
         if number == signal.SIGSTOP:
             os.waitpid(self.pid, os.WUNTRACED)
 
 
-def wait_for(true) -> None:
-    while not true():
+def wait_for(condition) -> None:
+    while not condition():
         time.sleep(0.02)
 
 

@@ -1,4 +1,4 @@
-"""Small states to save, and whether two are the same to the bit."""
+"""Make small training states to save, and compare two states bitwise."""
 
 from typing import Any
 
@@ -16,19 +16,21 @@ from train.core.state import TrainState
 def make_state(step: int, size: int = 64, seed: int | None = None) -> TrainState:
     """Draw a state from a seed, by default from the step."""
     rng = np.random.default_rng(step if seed is None else seed)
-    where = NamedSharding(make_mesh(MeshConfig(), jax.devices()[:1]), PartitionSpec())
+    sharding = NamedSharding(
+        make_mesh(MeshConfig(), jax.devices()[:1]), PartitionSpec()
+    )
 
     def draw(dtype: Any) -> jax.Array:
-        return jax.device_put(jnp.asarray(rng.normal(size=(size, 8)), dtype), where)
+        return jax.device_put(jnp.asarray(rng.normal(size=(size, 8)), dtype), sharding)
 
     params = {"w": draw(jnp.float32), "b": {"half": draw(jnp.bfloat16)}}
     moments = {"w": draw(jnp.float32), "b": {"half": draw(jnp.bfloat16)}}
     state = OptimizerState((moments,), None)
-    return TrainState(jax.device_put(jnp.int32(step), where), params, state)
+    return TrainState(jax.device_put(jnp.int32(step), sharding), params, state)
 
 
 def like(size: int = 64) -> TrainState:
-    """Describe such a state as `restore` wants it."""
+    """Return the abstract state that `restore` takes: shapes, dtypes and shardings."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
         make_state(0, size),

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back, and the steps that are to be kept stay."""
+"""A saved state is restored exactly, and the steps that should be kept stay."""
 
 import gc
 from pathlib import Path
@@ -19,7 +19,7 @@ from train.run.checkpoint import Checkpoints
 from train.run.restore import SavedSteps
 
 
-def test_what_was_saved_comes_back_to_the_bit(saved):
+def test_a_saved_state_is_restored_bitwise(saved):
     """The state may be donated as soon as `save` returns."""
     checkpoints = saved(1)
     state = make_state(2)
@@ -54,7 +54,8 @@ def test_the_best_step_outlives_newer_ones(saved, folder):
 @pytest.mark.parametrize(
     ("scores", "kept", "best"),
     [
-        # step: loss and number of targets; kept besides the newest; the best.
+        # Each case is {step: (loss, number of targets)}, the steps that are kept in
+        # addition to the newest one, and the best step.
         ({1: (1.0, 10), 2: (3.0, 20), 3: (2.0, 20), 4: (2.5, 20)}, {1, 3}, 3),
         ({1: (2.0, 10), 2: (1.0, 10), 3: (5.0, 20), 4: (6.0, 20)}, {2, 3}, 3),
         ({1: (1.0, None), 2: (3.0, 20), 3: (4.0, 20), 4: (5.0, 20)}, {1, 2}, 2),
@@ -62,13 +63,13 @@ def test_the_best_step_outlives_newer_ones(saved, folder):
     ],
 )
 def test_only_losses_of_the_same_rows_compete(saved, folder, scores, kept, best):
-    """Each start scores other rows if its settings differ."""
-    previous = object()
+    """Each start scores different rows if its settings differ."""
+    previous_targets = object()
     better = {}
     for step, (loss, targets) in scores.items():
-        if targets != previous:
+        if targets != previous_targets:
             checkpoints = saved(keep_best=True, keep_latest=1)
-        previous = targets
+        previous_targets = targets
         better[step] = checkpoints.record_loss(step, loss, targets)
         checkpoints.save(step, make_state(step), ABOUT)
         checkpoints.wait()
@@ -99,7 +100,10 @@ def test_a_table_of_another_size_is_refused(folder):
 
 
 def test_another_mesh_restores_to_its_own_layout(programs, folder):
-    """From data 2 x fsdp 2 x tensor 2 to fsdp 8: every leaf where the table says."""
+    """The mesh changes from data 2 x fsdp 2 x tensor 2 to fsdp 8.
+
+    Every restored leaf has the sharding that the rule table of the new mesh gives.
+    """
     old = programs("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", devices=8)
     new = programs("mesh.fsdp=8", devices=8)
     rng = np.random.default_rng(0)
@@ -124,14 +128,14 @@ def test_another_mesh_restores_to_its_own_layout(programs, folder):
     assert head.addressable_shards[0].data.shape == (4, 384)
 
 
-def test_the_latest_are_kept_and_every_so_many(saved, folder):
+def test_the_latest_steps_and_every_nth_step_are_kept(saved, folder):
     checkpoints = saved(*range(1, 12), keep_latest=2, keep_every_steps=4)
     assert checkpoints.saved.steps() == [4, 8, 10, 11]
     steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()]
     assert sorted(steps) == [4, 8, 10, 11]
 
 
-def test_rewinding_sets_aside_what_is_later(saved, folder):
+def test_rewinding_sets_aside_later_steps(saved, folder):
     checkpoints = saved(1, 3, 5, keep_latest=3)
     with pytest.raises(ConfigError, match=r"run\.rewind_to.*\n.*\[1, 3, 5\]"):
         checkpoints.saved.restore(like(), at_most=0)
@@ -143,7 +147,7 @@ def test_rewinding_sets_aside_what_is_later(saved, folder):
     same(saved().saved.restore(like()), make_state(5, seed=9))
 
 
-def test_a_state_for_which_there_is_no_memory_sets_nothing_aside(
+def test_a_restore_that_runs_out_of_memory_sets_nothing_aside(
     saved, folder, monkeypatch
 ):
     checkpoints = saved(1)
@@ -155,7 +159,7 @@ def test_a_state_for_which_there_is_no_memory_sets_nothing_aside(
     assert checkpoints.saved.steps() == [1]
 
 
-def test_due_by_steps_and_by_minutes(folder, monkeypatch):
+def test_a_save_is_due_by_steps_and_by_minutes(folder, monkeypatch):
     config = CheckpointConfig(save_interval_steps=10, save_interval_minutes=5.0)
     now = [1000.0]
     monkeypatch.setattr("train.run.checkpoint.time.monotonic", lambda: now[0])

@@ -1,4 +1,4 @@
-"""What a later start may read of what was saved, add to it, or leave of it."""
+"""A later start may restore a checkpoint whose fields differ from its own state."""
 
 from unittest import mock
 
@@ -25,8 +25,8 @@ GUARDED = ("train.skip_sigma=4", "train.skip_window=4")
     [((), GUARDED), (GUARDED, ()), (GUARDED, (GUARDED[0], "train.skip_window=8"))],
     ids=["on", "off", "window"],
 )
-def test_recent_steps_that_are_not_there_begin_empty(programs, folder, before, after):
-    """Whoever allowed train.skip_sigma to change finds the rest as it was."""
+def test_recent_steps_that_were_not_saved_begin_empty(programs, folder, before, after):
+    """The rest of the state is restored as it was if train.skip_sigma may change."""
     old = programs(*before, devices=1)
     new = programs(*after, devices=1)
     state = old.init()
@@ -46,10 +46,8 @@ AVERAGED = ("optimizer.ema_decay=0.9",)
 @pytest.mark.parametrize(
     ("before", "after"), [((), AVERAGED), (AVERAGED, ())], ids=["on", "off"]
 )
-def test_an_average_that_is_new_begins_at_the_weights(
-    programs, store, folder, before, after
-):
-    """Or ceases; whoever allowed it to change finds the rest as it was."""
+def test_a_new_average_begins_at_the_weights(programs, store, folder, before, after):
+    """An average that is switched off is dropped. The rest is restored as it was."""
     old = programs(*before, devices=1)
     new = programs(*after, devices=1)
     state = old.init()
@@ -79,11 +77,13 @@ def test_an_average_that_is_new_begins_at_the_weights(
         (("model.mlp_dim=160",), "model"),
     ],
 )
-def test_what_cannot_go_on_is_refused_by_its_key(programs, folder, typed, key):
-    """From the checkpoint and to it: neither is a crash that would be tried again."""
-    one = programs(devices=1)
-    other = programs(*typed, devices=1)
-    for path, old, new in (("there", one, other), ("back", other, one)):
+def test_a_change_that_cannot_continue_is_refused_by_its_key(
+    programs, folder, typed, key
+):
+    """Both directions raise ConfigError, which is not a crash that would be retried."""
+    base = programs(devices=1)
+    variant = programs(*typed, devices=1)
+    for path, old, new in (("there", base, variant), ("back", variant, base)):
         checkpoints = Checkpoints(folder / path, CheckpointConfig())
         checkpoints.save(0, old.init(), ABOUT)
         checkpoints.wait()
@@ -97,27 +97,27 @@ def test_what_cannot_go_on_is_refused_by_its_key(programs, folder, typed, key):
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-def test_to_evaluate_weights_alone_are_read(saved, folder, monkeypatch, averaged):
-    """Or, where there is one, their average."""
+def test_an_evaluation_reads_only_the_weights(saved, folder, monkeypatch, averaged):
+    """Only the average of the weights is read if the state has one."""
     state = make_state(1)
-    wanted = like()
+    abstract_state = like()
     if averaged:
-        average = state.optimizer._replace(average=make_state(2).params)
-        state = state._replace(optimizer=average)
-        average = wanted.optimizer._replace(average=wanted.params)
-        wanted = wanted._replace(optimizer=average)
+        optimizer = state.optimizer._replace(average=make_state(2).params)
+        state = state._replace(optimizer=optimizer)
+        optimizer = abstract_state.optimizer._replace(average=abstract_state.params)
+        abstract_state = abstract_state._replace(optimizer=optimizer)
     checkpoints = saved()
     checkpoints.save(1, state, ABOUT)
     checkpoints.wait()
     reader = SavedSteps(folder)
     load = mock.Mock(side_effect=reader._orbax.load)
     monkeypatch.setattr(reader._orbax, "load", load)
-    step, params = reader.restore_params(wanted)
+    step, params = reader.restore_params(abstract_state)
     assert step == 1
     same(params, make_state(1 + averaged).params)
-    of = "optimizer.average" if averaged else "params"
-    read = {name for name, _ in named(load.call_args.kwargs["abstract_state"])}
-    assert read == {f"{of}.w", f"{of}.b.half"}
+    prefix = "optimizer.average" if averaged else "params"
+    names = {name for name, _ in named(load.call_args.kwargs["abstract_state"])}
+    assert names == {f"{prefix}.w", f"{prefix}.b.half"}
 
 
 @pytest.mark.parametrize("number", [1, 3])

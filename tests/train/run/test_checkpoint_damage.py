@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or were left half written are found and set aside."""
+"""Damaged and incomplete checkpoints are detected and set aside."""
 
 import json
 import os
@@ -47,26 +47,26 @@ HARMS = {
 
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_a_damaged_one_is_set_aside_loudly_and_the_one_before_taken(
+def test_a_damaged_step_is_set_aside_loudly_and_the_previous_one_restored(
     saved, folder, caplog, harm
 ):
     checkpoints = saved(1, 2)
     harm(Path(folder) / "2")
     same(checkpoints.saved.restore(like()), make_state(1))
     assert checkpoints.saved.steps() == [1]
-    (aside,) = (folder / "quarantine").iterdir()
-    assert aside.name.startswith("2-")
-    assert files_of(Path(aside))
+    (quarantined_step,) = (folder / "quarantine").iterdir()
+    assert quarantined_step.name.startswith("2-")
+    assert files_of(Path(quarantined_step))
     messages = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert any("checkpoint of step 2 is damaged" in m for m in messages)
-    assert any(f"set aside as {aside}" in m for m in messages)
-    checkpoints.save(2, make_state(2, seed=7), ABOUT)  # the run comes here again
+    assert any(f"set aside as {quarantined_step}" in m for m in messages)
+    checkpoints.save(2, make_state(2, seed=7), ABOUT)  # the run is again at step 2
     checkpoints.wait()
     same(checkpoints.saved.restore(like()), make_state(2, seed=7))
 
 
-def test_if_all_are_damaged_that_is_an_error_now_and_later(saved, folder):
-    """Never a fresh start: not even at the next attempt, with all set aside."""
+def test_if_all_steps_are_damaged_every_start_fails(saved, folder):
+    """The run never starts over, even at the next attempt when all are set aside."""
     checkpoints = saved(1, 2)
     truncate(Path(folder) / "1")
     truncate(Path(folder) / "2")
@@ -74,13 +74,13 @@ def test_if_all_are_damaged_that_is_an_error_now_and_later(saved, folder):
         checkpoints.saved.restore(like())
     assert len(list((folder / "quarantine").iterdir())) == 2
     checkpoints.close()
-    again = saved()
+    next_start = saved()
     with pytest.raises(DataError, match="quarantine"):
-        again.saved.restore(like())
+        next_start.saved.restore(like())
 
 
-def test_no_flip_and_no_cut_goes_unnoticed(saved, folder):
-    """Each is found, or leaves every bit of what is restored as it was."""
+def test_no_flipped_bit_and_no_truncation_goes_unnoticed(saved, folder):
+    """Each change is detected, or the restored state equals the saved one bitwise."""
     checkpoints = saved(1)
     step = folder / "1"
     rng = np.random.default_rng(0)
@@ -90,34 +90,34 @@ def test_no_flip_and_no_cut_goes_unnoticed(saved, folder):
         content = file.read_bytes()
         if not content:
             continue
-        at = int(rng.integers(len(content)))
+        offset = int(rng.integers(len(content)))
         damaged = bytearray(content)
-        damaged[at] ^= 1 << int(rng.integers(8))
-        file.write_bytes(content[:at] if trial % 3 == 0 else damaged)
+        damaged[offset] ^= 1 << int(rng.integers(8))
+        file.write_bytes(content[:offset] if trial % 3 == 0 else damaged)
         if find_damage(step) is None:
-            assert file.name == SEAL, file  # say, a space of the JSON
+            assert file.name == SEAL, file  # it may be a space in its JSON
             same(checkpoints.saved.restore(like()), make_state(1))
         file.write_bytes(content)
     assert find_damage(step) is None
 
 
-def test_a_step_under_another_number_is_not_taken(saved, folder, caplog):
-    """It would go on from step 2 as step 5, and never save its own step 5."""
+def test_a_step_under_another_number_is_not_restored(saved, folder, caplog):
+    """Otherwise, step 2 would continue as step 5, and step 5 would never be saved."""
     saved(1, 2)
     (folder / "2").rename(folder / "5")
     checkpoints = saved()
     same(checkpoints.saved.restore(like()), make_state(1))
     assert checkpoints.saved.steps() == [1]
     assert "it holds step 2. Give its folder that name" in caplog.text
-    (aside,) = (folder / "quarantine").iterdir()
-    assert aside.name.startswith("5-")
+    (quarantined_step,) = (folder / "quarantine").iterdir()
+    assert quarantined_step.name.startswith("5-")
     (folder / "1").rmtree()
-    aside.rename(folder / "2")
+    quarantined_step.rename(folder / "2")
     same(saved().saved.restore(like()), make_state(2))
 
 
-def test_the_arrays_of_another_step_are_not_taken(saved, folder, caplog):
-    """Whatever the step says of itself."""
+def test_the_arrays_of_another_step_are_not_restored(saved, folder, caplog):
+    """The checkpoint claims to be of step 5, but its arrays are from step 2."""
     checkpoints = saved(1)
     checkpoints.save(5, make_state(2), ABOUT)
     checkpoints.wait()
@@ -126,11 +126,11 @@ def test_the_arrays_of_another_step_are_not_taken(saved, folder, caplog):
     assert [p.name[:2] for p in (folder / "quarantine").iterdir()] == ["5-"]
 
 
-def test_a_step_of_another_run_is_not_taken(saved, folder, caplog):
+def test_a_step_of_another_run_is_not_restored(saved, folder, caplog):
     saved(1, run_id="this")
-    saved(2, at=folder / "of" / "another", run_id="that")
+    saved(2, path=folder / "of" / "another", run_id="that")
     (folder / "of" / "another" / "2").rename(folder / "2")
-    reader = SavedSteps(folder, run_id="this")  # of a command, which moves nothing
+    reader = SavedSteps(folder, run_id="this")  # a command reads and moves nothing
     assert reader.restore_params(like())[0] == 1
     checkpoints = saved(run_id="this")
     same(checkpoints.saved.restore(like()), make_state(1))
@@ -139,8 +139,8 @@ def test_a_step_of_another_run_is_not_taken(saved, folder, caplog):
     assert [p.name[:2] for p in (folder / "quarantine").iterdir()] == ["2-"]
 
 
-def test_a_step_that_names_no_run_is_not_taken_by_one(saved):
-    """But whoever names no run takes any step."""
+def test_a_run_does_not_restore_a_step_that_names_no_run(saved):
+    """A reader that names no run restores any step."""
     saved(2, run_id="this")
     same(saved().saved.restore(like()), make_state(2))
     saved(3)
@@ -162,36 +162,36 @@ def test_a_pipe_in_place_of_a_file_is_damage_and_blocks_nothing(saved, folder):
     assert find_damage(folder / "1") is None
 
 
-def unsealed(checkpoints, step, attempt, written) -> None:
+def wait_without_sealing(checkpoints, step, attempt, written) -> None:
     written.result()
 
 
-def test_what_died_before_its_seal_is_taken_for_want_of_another(
+def test_an_unsealed_step_is_restored_only_if_there_is_no_other(
     saved, folder, monkeypatch, caplog
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "_seal", unsealed)
+        patch.setattr(Checkpoints, "_seal", wait_without_sealing)
         saved(1)
     assert not is_sealed(folder / "1")
     same(saved().saved.restore(like()), make_state(1))
     assert "used unverified" in caplog.text
     assert find_damage(folder / "1") is None
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "_seal", unsealed)
+        patch.setattr(Checkpoints, "_seal", wait_without_sealing)
         saved(2)
-    again = saved()
-    same(again.saved.restore(like()), make_state(1))
-    assert again.saved.steps() == [1]
-    (aside,) = (folder / "quarantine").iterdir()
-    assert aside.name.startswith("2-")
-    again.save(2, make_state(2, seed=7), ABOUT)  # the run comes here again
-    again.wait()
+    next_start = saved()
+    same(next_start.saved.restore(like()), make_state(1))
+    assert next_start.saved.steps() == [1]
+    (quarantined_step,) = (folder / "quarantine").iterdir()
+    assert quarantined_step.name.startswith("2-")
+    next_start.save(2, make_state(2, seed=7), ABOUT)  # the run is again at step 2
+    next_start.wait()
     assert find_damage(folder / "2") is None
     same(saved().saved.restore(like()), make_state(2, seed=7))
 
 
 def test_marks_that_a_kill_left_are_removed_at_the_next_start(saved, folder):
-    """Behind the seal of step 1, and before anything of step 2 was written."""
+    """The kills came after the seal of step 1 and before the first file of step 2."""
     saved(1)
     for step in ("1", "2"):
         (folder / "unsealed" / step).write_text("")
@@ -201,7 +201,7 @@ def test_marks_that_a_kill_left_are_removed_at_the_next_start(saved, folder):
     assert [*(folder / "unsealed").iterdir()] == []
 
 
-def test_a_step_that_is_not_there_is_asked_for_in_vain(saved):
+def test_a_step_that_does_not_exist_is_refused(saved):
     reader = saved(1, 2).saved
     with pytest.raises(ConfigError, match=r"must be a saved step.*: 1, 2"):
         reader.restore(like(), step=3)
@@ -211,24 +211,24 @@ def test_a_command_on_a_run_moves_nothing(saved, folder):
     saved(1, 2)
     truncate(Path(folder) / "2")
     reader = SavedSteps(folder)
-    before = sorted(Path(folder).rglob("*"))
+    paths = sorted(Path(folder).rglob("*"))
     step, params = reader.restore_params(like())
     assert step == 1
     same(params, make_state(1).params)
-    assert sorted(Path(folder).rglob("*")) == before
+    assert sorted(Path(folder).rglob("*")) == paths
     with pytest.raises(DataError):
         reader.restore_params(like(), 2)
 
 
 @pytest.fixture
 def asked(folder) -> CheckpointsConfig:
-    """Ask for the checkpoints of a run."""
+    """Return the config of the command that lists the checkpoints of a run."""
     (folder.parent / "config.yaml").write_text(ABOUT["config"])
     return CheckpointsConfig(RunConfig(dir=str(folder.parent)))
 
 
-def test_the_command_lists_and_checks(saved, folder, asked, capsys):
-    """A run's checkpoints from outside: which are what was written."""
+def test_the_command_lists_and_verifies_checkpoints(saved, folder, asked, capsys):
+    """The command shows which checkpoints of a run are as they were written."""
     saved(1, 2)
     assert main(asked) == 0
     assert capsys.readouterr().out.count("verified") == 2
@@ -247,7 +247,7 @@ def test_the_command_lists_and_checks(saved, folder, asked, capsys):
 
 @pytest.mark.parametrize("name", ["precious", "../precious", "state/../../precious"])
 def test_a_name_in_a_seal_leads_to_no_other_file(saved, folder, tmp_path, name):
-    """Neither to read it nor to write it, if it is absolute or climbs."""
+    """An absolute name, or one with .., is neither read nor written."""
     saved(1)
     precious = tmp_path / "precious"
     precious.write_text("precious")
@@ -262,7 +262,7 @@ def test_a_name_in_a_seal_leads_to_no_other_file(saved, folder, tmp_path, name):
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "3", '{"a": NaN', ""])
-def test_a_seal_that_is_no_table_is_damage(saved, folder, content):
+def test_a_seal_that_is_not_a_json_object_is_damage(saved, folder, content):
     checkpoints = saved(1, 2)
     (folder / "2" / SEAL).write_text(content)
     same(checkpoints.saved.restore(like()), make_state(1))
@@ -272,17 +272,17 @@ def test_a_seal_that_is_no_table_is_damage(saved, folder, content):
 @pytest.mark.parametrize("kind", ["link", "file", "pipe", "link to nothing"])
 def test_no_link_is_followed_where_a_start_deletes(saved, folder, tmp_path, name, kind):
     saved(1)
-    other = tmp_path / "other"
-    place = Path(folder / name)
-    other.mkdir()
-    (other / "7").write_text("precious")
+    target = tmp_path / "other"
+    path = Path(folder / name)
+    target.mkdir()
+    (target / "7").write_text("precious")
     (folder / "unsealed").rmtree(missing_ok=True)
     if kind.startswith("link"):
-        place.symlink_to(other if kind == "link" else tmp_path / "nowhere")
+        path.symlink_to(target if kind == "link" else tmp_path / "nowhere")
     elif kind == "file":
-        place.write_text("")
+        path.write_text("")
     else:
-        os.mkfifo(place)
+        os.mkfifo(path)
     with pytest.raises(DataError, match=f"/{name}: must be a folder, and not a link"):
         saved()
-    assert (other / "7").read_text() == "precious"
+    assert (target / "7").read_text() == "precious"

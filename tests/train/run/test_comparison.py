@@ -1,4 +1,4 @@
-"""Two runs on one page, and what the command says of them."""
+"""The report of several runs compares them on one page and on the console."""
 
 import json
 
@@ -24,8 +24,8 @@ def _run(folder, rate: float, flops: float | None, steps=(10, 20)):
         for s in steps
     ]
     rows.insert(1, {"step": 15, "eval/loss": 2.0, "eval/bits_per_byte": 1.0})
-    judged = {"tasks/piqa/acc_stderr": 0.25, "tasks/piqa/acc": rate}
-    rows += [{"step": s, **judged} for s in steps if flops]
+    scores = {"tasks/piqa/acc_stderr": 0.25, "tasks/piqa/acc": rate}
+    rows += [{"step": s, **scores} for s in steps if flops]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(text)
     return str(folder)
@@ -33,9 +33,11 @@ def _run(folder, rate: float, flops: float | None, steps=(10, 20)):
 
 def test_two_runs_are_compared(tmp_path, capsys):
     runs = [_run(tmp_path / "a", 0.1, 1e12), _run(tmp_path / "b", 0.2, None)]
-    for run, step, found in ((0, 20, 0.5), (0, 9, 0.25), (1, 9, 0.75)):
-        asked = {"tasks": ["piqa"], "limit": 3, "num_fewshot": None}
-        write_evaluation(epath.Path(runs[run]), step, asked, {"tasks/piqa/acc": found})
+    for run, step, accuracy in ((0, 20, 0.5), (0, 9, 0.25), (1, 9, 0.75)):
+        options = {"tasks": ["piqa"], "limit": 3, "num_fewshot": None}
+        write_evaluation(
+            epath.Path(runs[run]), step, options, {"tasks/piqa/acc": accuracy}
+        )
     page = tmp_path / "ab.html"
     assert main(ReportConfig(runs, str(page))) == 0
     data = data_of(page.read_text())
@@ -53,16 +55,16 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert b["points"][0] == [1000, 0.02]
     over_flops = data["axes"]["FLOPs"][0]["lines"]
     assert [len(line["points"]) for line in over_flops] == [2, 0]
-    seen = drawn(page.read_text())
-    assert ("value", "FLOPs") in seen.attributes
-    assert "optimizer.learning_rate\n0.1\n0.2" in seen.text
+    drawing = drawn(page.read_text())
+    assert ("value", "FLOPs") in drawing.attributes
+    assert "optimizer.learning_rate\n0.1\n0.2" in drawing.text
     assert "optimizer.learning_rate" in capsys.readouterr().out
 
 
-def test_settings_are_written_as_in_a_command_and_stand_below_the_curves(tmp_path):
+def test_settings_are_written_as_in_a_command_below_the_curves(tmp_path):
     runs = [_run(tmp_path / "a", 0.1, 1e12), _run(tmp_path / "b", 0.1, 1e12)]
-    other = "document_mask: false, document_start: null, skip_batches: [1, 2]"
-    (tmp_path / "b" / "config.yaml").write_text(f"data: {{path: null, {other}}}\n")
+    settings = "document_mask: false, document_start: null, skip_batches: [1, 2]"
+    (tmp_path / "b" / "config.yaml").write_text(f"data: {{path: null, {settings}}}\n")
     page = tmp_path / "ab.html"
     main(ReportConfig(runs, str(page)))
     data = data_of(page.read_text())
@@ -71,11 +73,11 @@ def test_settings_are_written_as_in_a_command_and_stand_below_the_curves(tmp_pat
     assert rows["data.skip_batches"] == ["[]", "[1, 2]"]
     cells = [cell for row in rows.values() for cell in row]
     assert not {"None", "True", "False"} & {*cells}
-    seen = drawn(page.read_text())
-    assert seen.text.index("\nLoss\n") < seen.text.index("\nConfig\n")
-    assert seen.text.index("\nRuns\n") < seen.text.index("\nLoss\n")
-    assert "disabled" not in [name for name, _ in seen.attributes]
-    pressed = [value for name, value in seen.attributes if name == "aria-pressed"]
+    drawing = drawn(page.read_text())
+    assert drawing.text.index("\nLoss\n") < drawing.text.index("\nConfig\n")
+    assert drawing.text.index("\nRuns\n") < drawing.text.index("\nLoss\n")
+    assert "disabled" not in [name for name, _ in drawing.attributes]
+    pressed = [value for name, value in drawing.attributes if name == "aria-pressed"]
     assert pressed == ["true", "false", "false"]
 
 
@@ -110,20 +112,20 @@ def test_other_data_at_the_same_path_are_marked(tmp_path, paths, contents, cells
         row for row in compare_runs(folders)["tables"][-1][2] if "content" in row[0]
     ]
     mark = " (other content at the same path)"
-    wanted = [] if cells is None else [cell.format(mark) for cell in cells]
-    assert rows == ([["content of data.path", *wanted]] if wanted else [])
+    expected = [] if cells is None else [cell.format(mark) for cell in cells]
+    assert rows == ([["content of data.path", *expected]] if expected else [])
 
 
-def test_the_best_and_the_last_validation_loss_of_every_run_stand_under_their_names(
+def test_the_best_and_the_last_validation_loss_of_each_run_are_shown(
     tmp_path,
 ):
-    """The best may be that of step 0."""
+    """The best loss may be that of step 0."""
     losses = {"up": {0: 2.0, 10: 3.0, 20: 2.5}, "down": {0: 4.0, 10: 3.0, 20: 2.0}}
-    for name, of_run in losses.items():
+    for name, run_losses in losses.items():
         _run(tmp_path / name, 0.1, None)
         rows = [
             {"step": step, "eval/loss": loss, "eval/bits_per_byte": loss / 2}
-            for step, loss in of_run.items()
+            for step, loss in run_losses.items()
         ]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / name / "metrics.jsonl").write_text(text)
@@ -142,12 +144,12 @@ def test_a_run_that_is_named_twice_is_one(tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path}/a/report.html\n"
 
 
-def test_what_cannot_be_written_is_a_mistake(tmp_path):
+def test_an_output_that_cannot_be_written_is_a_mistake(tmp_path):
     runs = [_run(tmp_path / name, 0.1, None) for name in "ab"]
     for output in ("http://host/x.html", f"{runs[0]}/config.yaml/x.html"):
         with pytest.raises(ConfigError, match="output = "):
             main(ReportConfig(runs, output))
-    (tmp_path / "b/report.html").mkdir()  # whoever runs this may write everywhere
+    (tmp_path / "b/report.html").mkdir()  # even root cannot replace it
     with pytest.raises(ConfigError, match=r"runs = .*\n.*report\.html cannot be"):
         main(ReportConfig(runs[1:]))
 

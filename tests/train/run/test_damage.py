@@ -1,4 +1,4 @@
-"""Damaged files of a run: every command goes on, or names the file and what to do."""
+"""Each command continues with a damaged file, or names the file and a remedy."""
 
 import gzip
 import json
@@ -40,24 +40,24 @@ RESULTS = {"step": 20, "eval/loss": 2.0, "eval/bits_per_byte": 1.0}
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was killed at step 20, with every kind of file that a run can have."""
+    """Return a run that was killed at step 20, with every kind of file of a run."""
     folder = tmp_path_factory.mktemp("damage") / "run"
-    dead = replace(Owner.current(), pid=2**30)
+    dead_owner = replace(Owner.current(), pid=2**30)
     metrics = [{"step": s, "loss": 2.0, "eval/loss": 2.0} for s in (10, 20)]
     (folder / "checkpoints" / "20").mkdir(parents=True)
     (folder / "weights").mkdir()
     for name in ("config.json", "model.safetensors"):
         (folder / "weights" / name).write_bytes(b"weights")
     start = "changes: {}\ndata_fingerprints: {'': a}\nschedule_steps: 100\n"
-    traced = {"first": 5, "last": 6, "seconds": 1.0, "id": "a"}
+    profile_record = {"first": 5, "last": 6, "seconds": 1.0, "id": "a"}
     files = {
         "config.yaml": config_yaml(config_of(folder)),
         "starts/1.yaml": start,
         "metrics.jsonl": "".join(json.dumps(row) + "\n" for row in metrics),
         "events.jsonl": "".join(json.dumps(row) + "\n" for row in EVENTS),
         "results.json": json.dumps(RESULTS),
-        "lease.json": dead.to_json().decode(),
-        "profiles/5/profile.json": json.dumps(traced),
+        "lease.json": dead_owner.to_json().decode(),
+        "profiles/5/profile.json": json.dumps(profile_record),
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -71,8 +71,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path) -> Config:
-    own = RunConfig(dir=str(folder), lease_interval_s=0.01, lease_timeout_s=0.05)
-    return Config(run=own)
+    run_config = RunConfig(dir=str(folder), lease_interval_s=0.01, lease_timeout_s=0.05)
+    return Config(run=run_config)
 
 
 def start(folder: Path) -> None:
@@ -105,7 +105,7 @@ COMMANDS: dict[str, Callable[[Path], Any]] = {
     ),
     "launch": lambda run: require_submission(str(run)),
 }
-# Of each file, the commands that cannot do without it, and others that read it.
+# Each file has commands that need it, and commands that can do without it.
 FILES: dict[str, tuple[set[str], set[str]]] = {
     "config.yaml": ({"train", "evaluate"}, {"status", "report", "checkpoints"}),
     "starts/1.yaml": ({"train", "evaluate", "status"}, set()),
@@ -126,11 +126,11 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "zeros": lambda old: bytes(len(old)),
     "a list": lambda old: b"[1, 2]\n",
     "other values": lambda old: b'{"step": "a", "changes": [1], "start": {}}\n',
-    # YAML's own parser takes seconds to find what is deeper.
+    # The YAML parser takes seconds to refuse deeper nesting.
     "deep": lambda old: b"[" * (3_000 if old.startswith(b"{") else 400),
 }
 
-# What may lie where a file was.
+# Other things may be in the place of a file.
 OTHERS: dict[str, Callable[[Path], object]] = {
     "a folder": Path.mkdir,
     "a link to itself": lambda file: file.symlink_to(file),
@@ -139,7 +139,7 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 
 
 def outcome(command: str, run: Path) -> tuple[int, str]:
-    """Return the exit code of a command and what it says; nothing else may end it."""
+    """Return the exit code and the message of a command; other errors are raised."""
     try:
         COMMANDS[command](run)
     except (ConfigError, DataError, Exit) as error:
@@ -148,10 +148,10 @@ def outcome(command: str, run: Path) -> tuple[int, str]:
 
 
 @contextmanager
-def copied(whole: Path, folder: Path, name: str) -> Iterator[tuple[Path, Path]]:
+def copied(source: Path, folder: Path, name: str) -> Iterator[tuple[Path, Path]]:
     """Yield a copy of a run, and one of its files."""
     run = folder / "run"
-    shutil.copytree(whole, run)
+    shutil.copytree(source, run)
     (file,) = run.glob(name)
     yield run, file
     shutil.rmtree(run)
@@ -162,14 +162,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read no trace, which is a file of another program, and do not wait for beats."""
     times = {("layers", "product"): 1.0}, "one device"
     monkeypatch.setattr(train.profile.times, "read_times", lambda *_: times)
-    monkeypatch.setattr(status, "_LEASE_READ_S", 0.0)  # for an unknown owner
+    # The status of an unknown owner would wait for a beat.
+    monkeypatch.setattr(status, "_LEASE_READ_S", 0.0)
 
 
 @pytest.mark.parametrize("damage", [*DAMAGE, *OTHERS])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_or_does_not_matter(tmp_path, whole, name, damage):
-    needed, read = FILES[name]
-    for command in needed | read:
+    needed_by, read_by = FILES[name]
+    for command in needed_by | read_by:
         with copied(whole, tmp_path, name) as (run, file):
             if damage in OTHERS:
                 file.unlink()
@@ -177,15 +178,15 @@ def test_a_damaged_file_is_named_or_does_not_matter(tmp_path, whole, name, damag
             else:
                 file.write_bytes(DAMAGE[damage](file.read_bytes()))
             code, message = outcome(command, run)
-        told = f"{command}: {code} {message}"
-        assert code in (0, WRONG_DATA, WRONG_CONFIG), told
-        if code:  # a profile without a record is none
-            assert file.name in message or "existing profile" in message, told
+        description = f"{command}: {code} {message}"
+        assert code in (0, WRONG_DATA, WRONG_CONFIG), description
+        if code:  # a profile without a record does not count
+            assert file.name in message or "existing profile" in message, description
         if damage not in OTHERS and command != "status":
-            assert bool(code) == (command in needed), told
+            assert bool(code) == (command in needed_by), description
 
 
-def test_a_whole_run_is_read_by_all(whole, tmp_path):
+def test_every_command_reads_an_undamaged_run(whole, tmp_path):
     for command in COMMANDS:
         with copied(whole, tmp_path, "config.yaml") as (run, _):
             assert outcome(command, run) == (0, ""), command
@@ -200,12 +201,12 @@ def test_a_log_that_was_emptied_or_deleted_is_a_warning(
         file.write_bytes(b"")
         if not emptied:
             file.unlink()
-        recorded = (run / "starts" / "1.yaml").read_bytes()
+        first_record = (run / "starts" / "1.yaml").read_bytes()
         assert outcome("train", run) == (0, "")
-        told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-        (warning,) = [line for line in told if "taken over" not in line]
+        warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        (warning,) = [line for line in warnings if "taken over" not in line]
         assert str(file) in warning
         assert "emptied or deleted" in warning
         # The record of an earlier start is never written over.
-        assert (run / "starts" / "1.yaml").read_bytes() == recorded
+        assert (run / "starts" / "1.yaml").read_bytes() == first_record
         assert (run / "starts" / "2.yaml").exists()

@@ -1,4 +1,4 @@
-"""A run's directory, open for a start."""
+"""The directory of a run writes its report and its results when a start ends."""
 
 import json
 
@@ -40,5 +40,7 @@ def test_results_are_json_whatever_the_numbers_are(tmp_path):
     run.write_results({"step": 3, "eval/loss": nan, "compressed": {"xz": inf}})
     run.close()
     text = (tmp_path / "results.json").read_text()
-    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
-    assert found == {"step": 3, "eval/loss": None, "compressed": {"xz": None}}
+    results = json.loads(
+        text, parse_constant=lambda name: pytest.fail(f"{name} in JSON")
+    )
+    assert results == {"step": 3, "eval/loss": None, "compressed": {"xz": None}}

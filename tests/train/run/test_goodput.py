@@ -1,4 +1,4 @@
-"""Where the time went: random histories, told by the log, against what happened."""
+"""The goodput that is read from the log of a random history is the true one."""
 
 import tempfile
 from collections import Counter
@@ -21,18 +21,19 @@ LAPS = st.one_of(
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[dict]:
-    """Starts: when, on what clock, from where, what laps, and how each ended."""
+    """Draw the starts of a run, each with its time, clock, step, laps and end."""
     return [
         {
             "gap": draw(SECONDS),
             "skew": draw(st.sampled_from([0.0, 0.0, 3600.0, -3600.0])),
             "imports": draw(SECONDS),
-            "restores": draw(st.integers(0, 9)) > 0,  # or is killed before
+            # A start that does not restore is killed before that.
+            "restores": draw(st.integers(0, 9)) > 0,
             "back": draw(st.integers(0, 30)),  # steps done again
             "laps": draw(st.lists(LAPS, max_size=8)),
             "waits": draw(st.floats(0, 1)),  # share of a step's lap
             "lost": draw(SECONDS),  # after the last lap, if killed
-            "noted": draw(st.sampled_from([None, 0.5])),  # share of `lost`: an instant
+            "noted": draw(st.sampled_from([None, 0.5])),  # share of `lost`
             "code": draw(st.sampled_from([None, 0, 42])),
         }
         for _ in range(draw(st.integers(1, 5)))
@@ -42,9 +43,9 @@ def histories(draw: st.DrawFn) -> list[dict]:
 def play(
     history: list[dict], folder: str, clocks: Clocks
 ) -> tuple[Counter, float, int]:
-    """Live through a history; return its true buckets, wall time, and wasted steps."""
-    true = Counter()
-    taken = list[tuple[int, float]]()
+    """Play a history, and return its true buckets, wall time and wasted steps."""
+    true_buckets = Counter()
+    step_times = list[tuple[int, float]]()
     step = 0
     wall_s = 0.0
     gap = 0.0
@@ -52,42 +53,42 @@ def play(
     for number, start in enumerate(history):
         clocks.now += gap + start["gap"] if number else 0.0
         if number:
-            true["idle"] += gap + start["gap"]
+            true_buckets["idle"] += gap + start["gap"]
         clocks.skew = start["skew"]
-        began = clocks.now
+        start_time = clocks.now
         gap = 0.0
 
         def spend(event: str, seconds: float) -> None:
             clocks.now += seconds
-            true[event] += seconds
+            true_buckets[event] += seconds
 
         spend("start", start["imports"])
-        log = EventLog(folder, began=began)
+        log = EventLog(folder, began=start_time)
         log.lap("start")
         if start["restores"]:
             spend("restore", 1.0)
             step = max(0, step - start["back"])
             log.lap("restore", step=step)
-            for _, seconds in taken[step:]:
+            for _, seconds in step_times[step:]:
                 wasted += 1
-                true["step"] -= seconds
-                true["wasted"] += seconds
-            taken = taken[:step]
+                true_buckets["step"] -= seconds
+                true_buckets["wasted"] += seconds
+            step_times = step_times[:step]
             for event, seconds, steps in start["laps"]:
-                waited = seconds * start["waits"] if steps else 0.0
-                spend(event, seconds - waited)
-                spend("data_wait", waited)
+                wait_s = seconds * start["waits"] if steps else 0.0
+                spend(event, seconds - wait_s)
+                spend("data_wait", wait_s)
                 if not steps:
                     log.lap(event)
                     continue
                 step += steps
-                taken += [(step, (seconds - waited) / steps)] * steps
-                # As when a save cuts a window: then the step is not told.
-                told = {"step": step} if steps % 2 else {}
-                log.lap(event, {"data_wait": waited}, steps=steps, **told)
+                step_times += [(step, (seconds - wait_s) / steps)] * steps
+                # The step is not recorded if a save cuts a window.
+                step_field = {"step": step} if steps % 2 else {}
+                log.lap(event, {"data_wait": wait_s}, steps=steps, **step_field)
         wall_s = clocks.now
         if start["code"] is None:
-            gap = start["lost"]  # killed: what was not recorded counts as idle
+            gap = start["lost"]  # after a kill, time without a record is idle
             if start["noted"]:
                 clocks.now += gap * start["noted"]
                 log.record("saved", step=step)
@@ -98,33 +99,33 @@ def play(
             log.end(start["code"])
             log.close()
             wall_s = clocks.now
-    return true, wall_s, wasted
+    return true_buckets, wall_s, wasted
 
 
 @settings(deadline=None, max_examples=150)
 @given(histories())
-def test_the_buckets_are_what_happened_and_add_up_to_the_wall_time(history):
+def test_the_buckets_are_true_and_add_up_to_the_wall_time(history):
     clocks = Clocks()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "time", clocks)
-        true, wall_s, wasted = play(history, folder, clocks)
-        found = goodput_of(read_events(folder))
+        true_buckets, wall_s, wasted = play(history, folder, clocks)
+        goodput = goodput_of(read_events(folder))
     skewed = len({start["skew"] for start in history}) > 1
-    for bucket, seconds in true.items():
+    for bucket, seconds in true_buckets.items():
         if bucket != "idle" or not skewed:
-            got = found.buckets.get(bucket, 0.0)
-            assert got == pytest.approx(seconds, rel=1e-3, abs=0.01), bucket
-    assert not found.buckets.keys() - true.keys()
+            actual = goodput.buckets.get(bucket, 0.0)
+            assert actual == pytest.approx(seconds, rel=1e-3, abs=0.01), bucket
+    assert not goodput.buckets.keys() - true_buckets.keys()
     if not skewed:
-        assert found.wall_s == pytest.approx(wall_s, rel=1e-4, abs=0.01)
-    assert sum(found.buckets.values()) == found.wall_s
-    assert found.num_wasted == wasted
-    assert [start.code for start in found.starts] == [s["code"] for s in history]
-    useful = true["step"] / max(found.wall_s, 1e-9)
-    assert found.fraction == pytest.approx(useful, rel=1e-3, abs=1e-4)
+        assert goodput.wall_s == pytest.approx(wall_s, rel=1e-4, abs=0.01)
+    assert sum(goodput.buckets.values()) == goodput.wall_s
+    assert goodput.num_wasted == wasted
+    assert [start.code for start in goodput.starts] == [s["code"] for s in history]
+    useful = true_buckets["step"] / max(goodput.wall_s, 1e-9)
+    assert goodput.fraction == pytest.approx(useful, rel=1e-3, abs=1e-4)
 
 
-def test_what_is_said_of_it():
+def test_goodput_is_described_in_two_lines():
     events = [
         {"time": 10.0, "start": 1, "event": "start", "seconds": 10.0},
         {"time": 10.0, "start": 1, "event": "restore", "seconds": 0.0, "step": 0},
@@ -149,7 +150,7 @@ def test_what_is_said_of_it():
         [{"time": 5.0, "start": 2, "event": "idle", "seconds": 0.0}],
     ],
 )
-def test_odd_lines_count_for_nothing(events):
-    found = goodput_of(events)
-    assert (found.buckets, found.wall_s, found.fraction) == ({}, 0, 0)
-    assert str(found)
+def test_odd_lines_are_ignored(events):
+    goodput = goodput_of(events)
+    assert (goodput.buckets, goodput.wall_s, goodput.fraction) == ({}, 0, 0)
+    assert str(goodput)

@@ -1,4 +1,4 @@
-"""Figures of layers become pictures, whatever stands in them."""
+"""Metrics of layers become heat maps, whatever values they contain."""
 
 import json
 
@@ -9,7 +9,7 @@ from train.run.report import write_report
 
 def test_a_picture_has_a_row_for_each_layer_and_a_column_for_each_step(tmp_path):
     values = {5: (1.0, 8.0, 2), 9: (4.0, None, 3)}
-    layers = (0, 1, 10)  # their order is that of numbers
+    layers = (0, 1, 10)  # they are sorted as numbers
     rows = [
         {
             "step": step,
@@ -27,8 +27,8 @@ def test_a_picture_has_a_row_for_each_layer_and_a_column_for_each_step(tmp_path)
     page = drawn(html)
     assert "\nLargest value of MLP or experts\n1 to 8; red: not finite\n" in page.text
     paths = [v for name, v in page.attributes if name == "d" and v and v[-1] == "z"]
-    assert paths[-1] == "M50.00 33.33h50.00v33.33h-50.00z"  # what is not finite
-    assert paths[0] == "M0.00 0.00h50.00v33.33h-50.00z"  # the least
+    assert paths[-1] == "M50.00 33.33h50.00v33.33h-50.00z"  # the value is not finite
+    assert paths[0] == "M0.00 0.00h50.00v33.33h-50.00z"  # the smallest value
     assert sum(path.count("M") for path in paths) == 6
 
 

@@ -1,4 +1,4 @@
-"""Which records show that a run has had a checkpoint."""
+"""The records of a run show whether it has had a checkpoint."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ INTERVAL = 10  # steps until the first save
 
 @pytest.fixture
 def evidence(tmp_path: Path):
-    """Write records of a run, and ask for evidence."""
+    """Return a function that writes the records of a run and returns the evidence."""
 
     def evidence(
         events: list[tuple[str, int]],
@@ -68,10 +68,10 @@ HAD_NONE = {
 
 
 @pytest.mark.parametrize(("events", "others"), HAD_ONE.values(), ids=[*HAD_ONE])
-def test_a_record_shows_it(evidence, events, others):
+def test_each_of_these_records_shows_a_checkpoint(evidence, events, others):
     assert evidence(events, **others)
 
 
 @pytest.mark.parametrize(("events", "others"), HAD_NONE.values(), ids=[*HAD_NONE])
-def test_a_run_without_one_may_begin_again(evidence, events, others):
+def test_a_run_without_a_checkpoint_may_start_over(evidence, events, others):
     assert evidence(events, **others) == ""

@@ -1,4 +1,4 @@
-"""Lines through kills and full disks; through stores: test_jsonl_store.py."""
+"""Lines survive kills and full disks. For stores, see test_jsonl_store.py."""
 
 import errno
 import json
@@ -38,15 +38,15 @@ def test_a_torn_last_line_is_skipped_then_dropped(tmp_path, torn):
     log.append({"n": 3})
     for _ in range(2):
         log.close()
-        log.append({"n": 4})  # too late
+        log.append({"n": 4})  # it is ignored after the close
     assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n{"n": 3}\n'
 
 
-def test_damage_within_is_dropped_by_a_rewrite_that_a_kill_does_not_hurt(
+def test_damaged_lines_are_dropped_by_a_rewrite_that_survives_a_kill(
     tmp_path, monkeypatch
 ):
     path = tmp_path / "log.jsonl"
-    path.write_bytes(before := b'{"n": 1}\n\0\0\n{"n": 2}\n')
+    path.write_bytes(content := b'{"n": 1}\n\0\0\n{"n": 2}\n')
 
     def die(*_: object) -> None:
         raise KeyboardInterrupt
@@ -55,12 +55,12 @@ def test_damage_within_is_dropped_by_a_rewrite_that_a_kill_does_not_hurt(
         patch.setattr(Path, "replace", die)
         with pytest.raises(KeyboardInterrupt):
             open_lines(tmp_path, "log")
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
     open_lines(tmp_path, "log").close()
     assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n'
 
 
-def test_lines_are_there_when_the_process_is_killed(tmp_path):
+def test_written_lines_survive_a_kill(tmp_path):
     run(
         """
         import os, sys
@@ -74,8 +74,8 @@ def test_lines_are_there_when_the_process_is_killed(tmp_path):
     assert numbers(tmp_path) == [1]
 
 
-def test_values_are_json_and_not_finite_ones_null(tmp_path):
-    class Scalar:  # as numpy's and JAX's
+def test_values_are_json_and_nonfinite_ones_are_null(tmp_path):
+    class Scalar:  # NumPy and JAX have such scalars
         def item(self):
             return 0.5
 
@@ -102,21 +102,19 @@ def test_threads_do_not_tear_each_others_lines(tmp_path):
     assert len([json.loads(line) for line in text.splitlines()]) == 800
 
 
-def test_a_start_on_a_full_disk_can_drop_what_its_state_has_not_done(
-    tmp_path, monkeypatch
-):
+def test_a_start_on_a_full_disk_can_drop_lines_after_its_step(tmp_path, monkeypatch):
     (tmp_path / "log.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(9)))
-    monkeypatch.delattr(jsonl, "write_atomically")  # there is no room for it
+    monkeypatch.delattr(jsonl, "write_atomically")  # there is no room for a copy
     open_lines(tmp_path, "log", lambda row: row["n"] < 4).close()
     assert numbers(tmp_path) == list(range(4))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_a_disk_does_lines_are_whole_in_order_and_once(
+def test_on_a_broken_disk_lines_stay_whole_in_order_and_unique(
     tmp_path, monkeypatch, seed
 ):
-    """Writes cut short or refused, syncs that fail and lose what was written."""
-    chance = random.Random(seed)
+    """Writes are cut short or refused, and syncs fail and lose what was written."""
+    rng = random.Random(seed)
     broken = True
     write = os.write
     fsync = os.fsync
@@ -124,16 +122,16 @@ def test_whatever_a_disk_does_lines_are_whole_in_order_and_once(
     synced = b""
 
     def bad_write(fd: int, data: bytes) -> int:
-        if broken and chance.random() < 0.3:
-            if chance.random() < 0.5:
+        if broken and rng.random() < 0.3:
+            if rng.random() < 0.5:
                 raise OSError(errno.EROFS, "read-only")
-            return write(fd, data[: chance.randrange(len(data))])
+            return write(fd, data[: rng.randrange(len(data))])
         return write(fd, data)
 
     def bad_fsync(fd: int) -> None:
         nonlocal synced
-        if broken and chance.random() < 0.5:
-            if chance.random() < 0.5:
+        if broken and rng.random() < 0.5:
+            if rng.random() < 0.5:
                 path.write_bytes(synced)  # the kernel dropped the rest
             raise OSError(errno.EIO, "lost")
         fsync(fd)
@@ -144,7 +142,7 @@ def test_whatever_a_disk_does_lines_are_whole_in_order_and_once(
     log = open_lines(tmp_path, "log")
     for n in range(100):
         log.append({"n": n})
-        if chance.random() < 0.1:
+        if rng.random() < 0.1:
             try:
                 log.flush()
                 assert numbers(tmp_path) == list(range(n + 1))
@@ -159,7 +157,7 @@ def test_whatever_a_disk_does_lines_are_whole_in_order_and_once(
     assert numbers(tmp_path) == list(range(100))
 
 
-def test_memory_is_bounded_and_what_is_lost_is_said(tmp_path, monkeypatch, caplog):
+def test_memory_is_bounded_and_lost_lines_are_reported(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(jsonl, "_MAX_LINES", 10)
     log = open_lines(tmp_path, "log")
     with monkeypatch.context() as patch:
@@ -168,7 +166,7 @@ def test_memory_is_bounded_and_what_is_lost_is_said(tmp_path, monkeypatch, caplo
             log.append({"n": n})
     log.append({"n": 30})
     log.append({"n": 31})
-    for n in range(32, 60):  # nor do those pile up that are written
+    for n in range(32, 60):  # written lines do not pile up either
         log.append({"n": n})
         assert len(log._lines) <= 11
     assert numbers(tmp_path) == [*range(10), *range(31, 60)]
@@ -182,7 +180,7 @@ def test_memory_is_bounded_and_what_is_lost_is_said(tmp_path, monkeypatch, caplo
     assert "log.jsonl lacks its last 1 lines" in warnings(caplog)[-1]
 
 
-def test_a_run_copied_from_a_store_goes_on_where_it_lies(tmp_path):
+def test_a_run_copied_from_a_store_continues_on_disk(tmp_path):
     (tmp_path / "log").mkdir()
     for part in (1, 2, 10):
         (tmp_path / "log" / f"{part}.jsonl").write_text(f'{{"n": {part}}}\n')
@@ -195,15 +193,15 @@ def test_a_run_copied_from_a_store_goes_on_where_it_lies(tmp_path):
 
 def test_the_file_with_damaged_lines_is_kept_and_they_are_counted(tmp_path, caplog):
     path = tmp_path / "log.jsonl"
-    path.write_bytes(before := b'{"n": 1}\n{"n\n\xff\n{"n": 2}\n{"n": 3}\n{"n": 4')
+    path.write_bytes(content := b'{"n": 1}\n{"n\n\xff\n{"n": 2}\n{"n": 3}\n{"n": 4')
     for _ in range(2):
         open_lines(tmp_path, "log", lambda row: row["n"] < 3).close()
     assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n'
-    (kept,) = tmp_path.glob("log.jsonl.damaged-*")
-    assert kept.read_bytes() == before
-    (warning,) = warnings(caplog)  # of the first start alone
+    (damaged_copy,) = tmp_path.glob("log.jsonl.damaged-*")
+    assert damaged_copy.read_bytes() == content
+    (warning,) = warnings(caplog)  # only the first start warns
     assert "2 lines are damaged" in warning
-    assert str(kept) in warning
+    assert str(damaged_copy) in warning
 
 
 def test_a_full_disk_keeps_damaged_lines_where_they_are(tmp_path, monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""Lines in a store's objects, through uploads, outages and kills."""
+"""Lines in the objects of a store survive outages and kills."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ from train.run.jsonl import open_lines
 
 
 class Store:
-    """What stands behind s3:// in these tests: memory, a clock, and outages."""
+    """A store in memory that replaces s3://, with its own clock and outages."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 0.0
@@ -25,17 +25,17 @@ class Store:
         memory.store.clear()
         memory.pseudo_dirs[:] = [""]
         self.objects = memory.store
-        write_bytes = backend.fsspec_backend.open
+        real_open = backend.fsspec_backend.open
 
-        def opened(path: Any, mode: str) -> Any:
+        def open_object(path: Any, mode: str) -> Any:
             if "w" in mode:
                 if self.down:
                     raise ConnectionError("no route to the store")
                 self.writes.append(os.fspath(path).rpartition("/")[2])
-            return write_bytes(path, mode)
+            return real_open(path, mode)
 
         monkeypatch.setattr(backend._FileSystemSpecBackend, "fs", lambda *_: memory)
-        monkeypatch.setattr(backend.fsspec_backend, "open", opened)
+        monkeypatch.setattr(backend.fsspec_backend, "open", open_object)
         monkeypatch.setattr(jsonl.time, "monotonic", lambda: self.now)
 
     def names(self) -> list[str]:
@@ -93,15 +93,15 @@ def test_objects_are_uploaded_at_intervals_and_by_flush(store, caplog):
     assert len(warnings(caplog)) == 1
 
 
-def test_an_upload_blocks_nobody(store, monkeypatch):
+def test_an_upload_does_not_block_appends(store, monkeypatch):
     release = threading.Event()
-    write = backend.fsspec_backend.open
+    real_open = backend.fsspec_backend.open
 
-    def slow(path: Any, mode: str) -> Any:
+    def slow_open(path: Any, mode: str) -> Any:
         assert "w" not in mode or release.wait(30)
-        return write(path, mode)
+        return real_open(path, mode)
 
-    monkeypatch.setattr(backend.fsspec_backend, "open", slow)
+    monkeypatch.setattr(backend.fsspec_backend, "open", slow_open)
     log = open_lines(RUN, "log")
     for n in range(3):
         store.now += 100
@@ -113,7 +113,7 @@ def test_an_upload_blocks_nobody(store, monkeypatch):
     assert numbers(RUN) == [0, 1, 2]
 
 
-def test_a_part_that_is_large_makes_way_for_the_next(store, monkeypatch):
+def test_a_large_part_is_followed_by_a_new_part(store, monkeypatch):
     monkeypatch.setattr(jsonl, "_PART_BYTES", 40)
     log = open_lines(RUN, "log")
     for n in range(10):
@@ -122,7 +122,7 @@ def test_a_part_that_is_large_makes_way_for_the_next(store, monkeypatch):
     log.close()
     assert store.names() == ["log/1.jsonl", "log/2.jsonl"]
     assert numbers(RUN) == list(range(10))
-    # The full one is not touched again, nor by the next start.
+    # The full part is not written again, not even by the next start.
     store.writes.clear()
     log = open_lines(RUN, "log")
     log.append({"n": 10})
@@ -133,10 +133,10 @@ def test_a_part_that_is_large_makes_way_for_the_next(store, monkeypatch):
 
 @pytest.mark.parametrize("last", [-1, 0, 3, 4, 5, 11, 29])
 @pytest.mark.parametrize("kills", range(5))
-def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
+def test_a_kill_while_the_newest_lines_are_dropped_leaves_no_gap(
     store, monkeypatch, last, kills
 ):
-    """A kill after so many changes; then the next start ends what this one began."""
+    """A start is killed after `kills` changes, and the next start completes them."""
     monkeypatch.setattr(jsonl, "_PART_BYTES", 20)
     log = open_lines(RUN, "log")
     for n in range(30):
@@ -147,19 +147,19 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
     unlink = type(epath.Path(RUN)).unlink
     write = jsonl.write_atomically
 
-    def counted(change: Any) -> Any:
-        def changed(*args: Any) -> None:
+    def count_changes(change: Any) -> Any:
+        def change_or_die(*args: Any) -> None:
             nonlocal left
             if left == 0:
                 raise KeyboardInterrupt
             left -= 1
             change(*args)
 
-        return changed
+        return change_or_die
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(epath.Path(RUN)), "unlink", counted(unlink))
-        patch.setattr(jsonl, "write_atomically", counted(write))
+        patch.setattr(type(epath.Path(RUN)), "unlink", count_changes(unlink))
+        patch.setattr(jsonl, "write_atomically", count_changes(write))
         try:
             open_lines(RUN, "log", lambda row: row["n"] <= last)
         except KeyboardInterrupt:

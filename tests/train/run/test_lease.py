@@ -1,4 +1,4 @@
-"""Owners are real processes; one "elsewhere" believes that it is on another machine."""
+"""Owners are real processes. Machine "elsewhere" stands for another machine."""
 
 import contextlib
 import dataclasses
@@ -27,16 +27,16 @@ def folder(request, tmp_path) -> str:
     return f"s3://bucket/{tmp_path.name}/run"
 
 
-def refused(take, folder) -> str:
-    with pytest.raises(Exit) as caught:
+def refusal(take, folder) -> str:
+    with pytest.raises(Exit) as error:
         take(folder)
-    assert caught.value.code == OWNED
-    return str(caught.value)
+    assert error.value.code == OWNED
+    return str(error.value)
 
 
-def forge(run: Path, **changed) -> Owner:
-    """Write a lease of this process, but for what is changed."""
-    owner = dataclasses.replace(Owner.current(), **changed)
+def forge(run: Path, **changes) -> Owner:
+    """Write a lease of this process with some fields changed, and return its owner."""
+    owner = dataclasses.replace(Owner.current(), **changes)
     run.mkdir(exist_ok=True)
     (run / "lease.json").write_bytes(owner.to_json())
     return owner
@@ -45,14 +45,14 @@ def forge(run: Path, **changed) -> Owner:
 def test_a_live_owner_is_named(start, take, folder):
     owner = start(folder, "take")
     owner.until("taken")
-    message = refused(take, folder)
+    message = refusal(take, folder)
     for part in (folder, str(owner.pid), socket.gethostname(), "run.name"):
         assert part in message
-    found = read_owner(folder)
-    assert found.since in message
-    assert found.pid == owner.pid
-    assert found.alive()
-    wait_for(lambda: read_owner(folder).beat > found.beat)
+    lease_owner = read_owner(folder)
+    assert lease_owner.since in message
+    assert lease_owner.pid == owner.pid
+    assert lease_owner.alive()
+    wait_for(lambda: read_owner(folder).beat > lease_owner.beat)
     owner.do("close")
     assert read_owner(folder) is None
     take(folder)
@@ -61,10 +61,10 @@ def test_a_live_owner_is_named(start, take, folder):
 
 def test_this_process_owns_a_folder_once(take, run, monkeypatch):
     monkeypatch.chdir(run.parent)
-    for here, there in (("run", run), ("memory://run", "memory://run/")):
-        with contextlib.closing(take(here)):
-            refused(take, there)
-        take(there).close()
+    for path, alias in (("run", run), ("memory://run", "memory://run/")):
+        with contextlib.closing(take(path)):
+            refusal(take, alias)
+        take(alias).close()
     assert files(run) == []
 
 
@@ -83,7 +83,7 @@ def test_a_killed_owner_is_followed_at_once(start, take, run, reaped, caplog):
     assert f"taken over from process {owner.pid}" in caplog.text
 
 
-def test_a_leftover_of_a_killed_write_is_in_nobodys_way(take, run):
+def test_a_leftover_of_a_killed_write_blocks_no_start(take, run):
     forge(run, pid=2**22 + 1)
     (run / "lease.json.__lock").write_bytes(b"torn")
     take(run, times=(NEVER_S, NEVER_S))
@@ -96,20 +96,25 @@ def test_a_silent_owner_elsewhere_is_followed_in_time(take, run, hours, caplog):
     since = time.strftime("%FT%T+00:00", time.gmtime(time.time() + hours * 3600))
     forge(run, machine="elsewhere", host="far", since=since)
     os.utime(run / "lease.json", (time.time() + hours * 3600,) * 2)
-    began = time.monotonic()
+    start_time = time.monotonic()
     take(run, times=(0.05, 0.5))
-    assert time.monotonic() - began >= 0.5
-    waiting, taken = (record.getMessage() for record in caplog.records)
-    assert "waiting up to 0.5 s" in waiting
-    assert "no sign of life for 0.5 s" in taken
-    assert all(f"on host far since {since}" in line for line in (waiting, taken))
+    assert time.monotonic() - start_time >= 0.5
+    waiting_message, takeover_message = (
+        record.getMessage() for record in caplog.records
+    )
+    assert "waiting up to 0.5 s" in waiting_message
+    assert "no sign of life for 0.5 s" in takeover_message
+    assert all(
+        f"on host far since {since}" in line
+        for line in (waiting_message, takeover_message)
+    )
 
 
 def test_an_owner_that_beats_elsewhere_is_alive(start, take, folder):
     owner = start(folder, "take", machine="elsewhere")
     owner.until("taken")
     assert read_owner(folder).alive() is None
-    assert str(owner.pid) in refused(take, folder)
+    assert str(owner.pid) in refusal(take, folder)
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -119,34 +124,34 @@ def test_an_owner_that_was_replaced_leaves_the_new_lease_alone(
     owner = start(folder, "take", machine="elsewhere")
     owner.until("taken")
     owner.send(signal.SIGSTOP)
-    mine = take(folder, times=(0.05, 2))
+    lease = take(folder, times=(0.05, 2))
     if closed:
-        mine.close()
+        lease.close()
     owner.send(signal.SIGCONT)
     assert folder in owner.until("LOST")[-1]
     owner.do("close")
     owner.tell("check")
-    said = owner.popen.stdout.read()
-    assert "LOST" not in said
-    assert "lease" in said
+    output = owner.popen.stdout.read()
+    assert "LOST" not in output
+    assert "lease" in output
     assert owner.popen.wait() == OWNED
     if not closed:
         assert read_owner(folder).pid == os.getpid()
-        mine.check()
-        assert not mine.lost
+        lease.check()
+        assert not lease.lost
 
 
 def test_a_save_is_checked_without_waiting_for_the_beat(take, run):
-    mine = take(run, times=(NEVER_S, 0.2))
-    mine.check()
-    other = forge(run, host="far")
+    lease = take(run, times=(NEVER_S, 0.2))
+    lease.check()
+    new_owner = forge(run, host="far")
     time.sleep(0.11)
     for _ in range(2):
-        with pytest.raises(Exit, match="taken over by process") as caught:
-            mine.check()
-        assert caught.value.code == OWNED
-    assert mine.lost == [str(caught.value)]
-    assert read_owner(str(run)) == other
+        with pytest.raises(Exit, match="taken over by process") as error:
+            lease.check()
+        assert error.value.code == OWNED
+    assert lease.lost == [str(error.value)]
+    assert read_owner(str(run)) == new_owner
 
 
 @pytest.mark.parametrize(
@@ -154,14 +159,16 @@ def test_a_save_is_checked_without_waiting_for_the_beat(take, run):
     [("local", "nobody", "one"), ("s3", "a dead owner", "eight")],
     indirect=["folder"],
 )
-def test_of_eight_at_once_one_is_the_owner(start, folder, before, machines):
-    dead = dataclasses.replace(Owner.current(), machine="elsewhere")
+def test_one_of_eight_simultaneous_starts_becomes_the_owner(
+    start, folder, before, machines
+):
+    dead_owner = dataclasses.replace(Owner.current(), machine="elsewhere")
     if before != "nobody":
-        KeyValueStore(folder).write("lease.json", dead.to_json())
+        KeyValueStore(folder).write("lease.json", dead_owner.to_json())
     names = [""] * 8 if machines == "one" else list("abcdefgh")
     processes = [start(folder, machine=name, times=(0.05, 1)) for name in names]
     for process in processes:
-        process.do("wait")  # its imports are done
+        process.do("wait")  # until its imports are done
     for process in processes:
         process.tell("take")
     for process in processes:

@@ -1,4 +1,4 @@
-"""A lease through full disks, and through stores that fail, hang, or are away."""
+"""A lease survives full disks, and stores that fail, hang or are unreachable."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ from train.run.lease import read_owner
 pytestmark = pytest.mark.timeout(90)
 
 
-def test_a_full_disk_ends_nothing(start, run):
+def test_a_full_disk_does_not_end_a_run(start, run):
     owner = start(run, "take")
     owner.until("taken")
     owner.do("full")
@@ -31,57 +31,59 @@ def test_a_full_disk_ends_nothing(start, run):
     assert files(run) == []
 
 
-def test_a_server_that_goes_away_ends_nothing(server, take, monkeypatch, caplog):
+def test_a_server_that_goes_away_does_not_end_a_run(server, take, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr(train.run.lease, "ANSWER_S", 0.5)
-    mine = take("s3://bucket/away/run")
+    lease = take("s3://bucket/away/run")
     server.leave()
     wait_for(lambda: "no answer in time" in caplog.text)
     time.sleep(1)
     server.come_back()
     wait_for(lambda: "is written again" in caplog.text)
     assert caplog.text.count("training continues") == 1
-    mine.check()
-    assert not mine.lost
+    lease.check()
+    assert not lease.lost
 
 
 @pytest.mark.parametrize("answer", ["error", "refusal"])
 def test_a_write_may_succeed_and_seem_to_fail(take, run, monkeypatch, answer):
-    real = KeyValueStore.replace
+    real_replace = KeyValueStore.replace
     calls = []
 
     def replace(self, *args):
         calls.append(args)
-        made = real(self, *args)
+        result = real_replace(self, *args)
         if len(calls) % 2:
-            return made
+            return result
         if answer == "error":
             raise StorageError("s3://bucket", OSError("connection lost"), "written")
         return None
 
     monkeypatch.setattr(KeyValueStore, "replace", replace)
-    mine = take(run, times=(0.02, NEVER_S))
+    lease = take(run, times=(0.02, NEVER_S))
     wait_for(lambda: len(calls) > 8)
-    mine.check()
-    assert not mine.lost
+    lease.check()
+    assert not lease.lost
     monkeypatch.undo()
-    mine.close()
+    lease.close()
     assert files(run) == []
 
 
-def test_taking_may_succeed_and_seem_to_fail(take, run, monkeypatch):
-    real = KeyValueStore.replace
-    monkeypatch.setattr(KeyValueStore, "replace", lambda *args: real(*args) and None)
-    mine = take(run, times=(NEVER_S, NEVER_S))
+def test_taking_a_lease_may_succeed_and_seem_to_fail(take, run, monkeypatch):
+    real_replace = KeyValueStore.replace
+    monkeypatch.setattr(
+        KeyValueStore, "replace", lambda *args: real_replace(*args) and None
+    )
+    lease = take(run, times=(NEVER_S, NEVER_S))
     monkeypatch.undo()
-    mine.check()
+    lease.check()
 
 
-def test_a_hanging_store_does_not_keep_a_process(start, run):
+def test_a_hanging_store_does_not_keep_a_process_from_exiting(start, run):
     owner = start(run, "take")
     owner.until("taken")
     lock = run / "lease.json.__lock"
-    while True:  # until it is the file that the next beat waits for
+    while True:  # until the next beat waits for the locked file
         with lock.open("w") as file:
             fcntl.lockf(file, fcntl.LOCK_EX)
             if lock.exists() and lock.stat().st_ino == os.fstat(file.fileno()).st_ino:
@@ -103,18 +105,18 @@ def test_a_folder_that_cannot_be_written_is_a_wrong_config_in_words(
 ):
     (tmp_path / "file").touch()
     run = tmp_path / folder
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         take(run)
-    said = str(caught.value)
-    assert f"run.dir = {run}" in said
-    assert f"cannot be read or written: {reason}. Name a folder" in said
+    message = str(error.value)
+    assert f"run.dir = {run}" in message
+    assert f"cannot be read or written: {reason}. Name a folder" in message
 
 
-def test_a_store_that_does_not_answer_is_worth_another_start(take, run, monkeypatch):
+def test_a_store_that_does_not_answer_leads_to_another_start(take, run, monkeypatch):
     def silent(*_):
         raise StorageError("s3://bucket", TimeoutError(), "read")
 
     monkeypatch.setattr(KeyValueStore, "read_version", silent)
-    with pytest.raises(Exit, match="no answer in time") as caught:
+    with pytest.raises(Exit, match="no answer in time") as error:
         take(run)
-    assert caught.value.code == CRASHED
+    assert error.value.code == CRASHED

@@ -4,7 +4,7 @@ from tests.train.pages import data_of
 from train.run.live_report import LiveReport
 
 
-def test_a_page_that_lives_is_loaded_again_until_the_end(tmp_path, monkeypatch):
+def test_a_live_page_is_reloaded_until_the_run_ends(tmp_path, monkeypatch):
     report = tmp_path / "report.html"
     live = LiveReport(tmp_path)
     live.update()

@@ -26,8 +26,8 @@ def test_a_restart_leaves_neither_duplicate_nor_missing_steps(tmp_path):
     assert _steps(tmp_path) == list(range(1, 16))
 
 
-def test_a_score_that_came_before_a_kill_is_not_there_twice(tmp_path):
-    """Of the end alone: it is scored again then, what came before it is not."""
+def test_a_score_from_before_a_kill_is_not_recorded_twice(tmp_path):
+    """Only the last step is scored again, so earlier scores stay."""
     rows = [
         {"step": 5, "loss": 1.0},
         {"step": 5, "eval/loss": 1.0},
@@ -67,7 +67,7 @@ def test_starts_are_counted_and_the_idle_time_between_is_never_negative(
             log.lap("prepare")
         else:
             log.close()
-        # What a kill leaves; the log was not closed.
+        # A kill leaves such a line, because the log was not closed.
         with (tmp_path / "events.jsonl").open("a") as file:
             file.write('{"time": 10')
     rows = read_events(tmp_path)
@@ -84,12 +84,13 @@ def test_a_start_begins_with_its_process(tmp_path):
         "from train.run.metrics import EventLog\n"
         "events = EventLog(sys.argv[1])\nevents.lap('start')\nevents.close()"
     )
-    before = time.time()
+    start_time = time.time()
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=REPOSITORY, check=True
     )
-    after = time.time()
+    end_time = time.time()
     (row, close) = read_events(tmp_path)
     assert close["event"] == "close"
-    assert 0.5 < row["seconds"] < after - before + 0.02  # /proc counts hundredths
-    assert before - 0.02 < row["time"] - row["seconds"] < after
+    # The times in /proc count hundredths of a second.
+    assert 0.5 < row["seconds"] < end_time - start_time + 0.02
+    assert start_time - 0.02 < row["time"] - row["seconds"] < end_time

@@ -1,4 +1,4 @@
-"""Of what the libraries say, only a failed save's thousand lines are left out."""
+"""Only the thousand lines of a failed save are removed from the libraries' logs."""
 
 import logging
 
@@ -8,16 +8,21 @@ from orbax.checkpoint import checkpoint_manager
 from train.run.orbax_fixes import quiet_failed_saves
 
 
-def test_of_absls_tracebacks_only_those_of_orbax_are_left_out(caplog):
+def test_only_the_tracebacks_of_orbax_are_removed_from_absls_log(caplog):
     quiet_failed_saves()
-    written = logging.getLogger("absl").makeRecord
+    make_record = logging.getLogger("absl").makeRecord
     try:
         raise OSError("no space left")
     except OSError as error:
         absl_logging.exception("a mistake of another library")
-        about = (type(error), error, error.__traceback__)
-        for message, exc_info in (("a save failed", about), ("a save is late", None)):
-            place = checkpoint_manager.__file__, 1, message, (), exc_info
-            logging.getLogger("absl").handle(written("absl", logging.ERROR, *place))
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["a mistake of another library", "a save is late"]
+        save_error = (type(error), error, error.__traceback__)
+        for message, exc_info in (
+            ("a save failed", save_error),
+            ("a save is late", None),
+        ):
+            record_fields = checkpoint_manager.__file__, 1, message, (), exc_info
+            logging.getLogger("absl").handle(
+                make_record("absl", logging.ERROR, *record_fields)
+            )
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["a mistake of another library", "a save is late"]

@@ -1,4 +1,4 @@
-"""Every page is written whole, fetches nothing, and writes numbers as the console."""
+"""Each page is complete, fetches nothing and writes numbers as the console does."""
 
 import json
 import random
@@ -27,7 +27,7 @@ def write(tmp_path):
     return write
 
 
-def test_data_comes_back_whatever_stands_in_it(write):
+def test_any_data_can_be_read_back_from_a_page(write):
     data = {"a": "</script><!--<script>'\"&\u2028\ud800", "{{template}}": "{{data}}"}
     assert data_of(write(data)) == data
     assert Page(write(data)).tags == Page(write({})).tags
@@ -41,8 +41,8 @@ def test_nothing_is_fetched(write, template):
     page = Page(html)
     assert not {"link", "img", "iframe"} & set(page.tags)
     assert not {"src", "href"} & {name for name, _ in page.attributes}
-    for fetched in ("http:", "https:", "url(", "@import", "import(", "fetch("):
-        assert fetched not in html
+    for pattern in ("http:", "https:", "url(", "@import", "import(", "fetch("):
+        assert pattern not in html
     colors = set(re.findall(r"var\((--[a-z0-9-]+)\)", html))
     assert colors <= set(re.findall(r"(--[\w-]+):", html))
 
@@ -50,9 +50,9 @@ def test_nothing_is_fetched(write, template):
 def test_numbers_are_written_as_the_console_writes_them(tmp_path):
     (tmp_path / "template").write_text("</head><body></body>")
     write_page(tmp_path / "page.html", tmp_path / "template", {})
-    seeded = random.Random(0)
+    rng = random.Random(0)
     edges = [1, 1.125, 999.4, 999.5, 1023.99, 1023.996, 1152 * 2**20, 2**50, 1e21]
-    values = edges + [10 ** seeded.uniform(-1, 22) for _ in range(2000)]
+    values = edges + [10 ** rng.uniform(-1, 22) for _ in range(2000)]
     script = f"""console.log(JSON.stringify({json.dumps(values)}.map(
       value => [bytes(value), count(value), flops(value), percent(1 / value, 1)])))"""
     html = (tmp_path / "page.html").read_text()

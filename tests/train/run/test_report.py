@@ -1,4 +1,4 @@
-"""The report says what metrics and events say, whatever stands in them."""
+"""The report shows the metrics and events of a run, whatever values they contain."""
 
 import json
 
@@ -19,7 +19,7 @@ def _write(run_dir, metrics=(), events=(), config=None):
     return write_report(run_dir).read_text()
 
 
-def _row(step: int, **more):
+def _row(step: int, **values):
     return {
         "step": step,
         "loss": 10.0 / step,
@@ -28,7 +28,7 @@ def _row(step: int, **more):
         "tokens": 1000 * step,
         "tokens_per_second": 2e6,
         "mfu": 0.4,
-        **more,
+        **values,
     }
 
 
@@ -62,19 +62,19 @@ def test_headline_figures(tmp_path):
     ]
 
 
-def test_scores_stand_there_with_their_errors(tmp_path):
-    judged = {"tasks/a/acc": 0.5, "tasks/a/acc_stderr": 0.125}
-    asked = {"tasks": ["a"], "limit": 7.0, "num_fewshot": 5}
+def test_scores_are_shown_with_their_standard_errors(tmp_path):
+    scores = {"tasks/a/acc": 0.5, "tasks/a/acc_stderr": 0.125}
+    options = {"tasks": ["a"], "limit": 7.0, "num_fewshot": 5}
     folder = epath.Path(tmp_path)
-    file = write_evaluation(folder, 8, asked, judged)
-    again = write_evaluation(folder, 8, asked, judged | {"tasks/a/acc": 0.75})
-    assert file == again
+    file = write_evaluation(folder, 8, options, scores)
+    second_file = write_evaluation(folder, 8, options, scores | {"tasks/a/acc": 0.75})
+    assert file == second_file
     sets = {"sets": {"web": "stores/web"}, "num_batches": None}
     write_evaluation(
         folder, 10, sets, {"eval_whole/loss": 2.0, "eval_whole/web/loss": 3.0}
     )
-    older = [{"step": s, "tasks/a/acc": s / 100, "loss": 1.0} for s in (5, 9)]
-    html = _write(tmp_path, older)
+    older_rows = [{"step": s, "tasks/a/acc": s / 100, "loss": 1.0} for s in (5, 9)]
+    html = _write(tmp_path, older_rows)
     ((title, _, rows),) = data_of(html)["tables"]
     assert (title, rows) == (
         "Scores",
@@ -95,9 +95,9 @@ def test_the_sample_of_a_finished_run_is_on_the_page(tmp_path, text):
     (tmp_path / "results.json").write_text(json.dumps(results))
     html = write_report(tmp_path).read_text()
     assert data_of(html)["sample"] == {"step": 1200, "text": text}
-    shown = drawn(html).text
-    assert "Sample at step" in shown
-    assert text.strip().split("\n")[-1] in shown
+    page_text = drawn(html).text
+    assert "Sample at step" in page_text
+    assert text.strip().split("\n")[-1] in page_text
 
 
 def test_axes_have_names_and_the_page_has_controls(tmp_path):
@@ -113,49 +113,49 @@ def test_axes_have_names_and_the_page_has_controls(tmp_path):
         assert ("id", name) in page.attributes
 
 
-def test_where_the_time_went_adds_up(tmp_path):
+def test_the_buckets_of_goodput_add_up_to_the_wall_time(tmp_path):
     goodput = data_of(_write(tmp_path, [], EVENTS))["goodput"]
     seconds = {part["title"]: part["seconds"] for part in goodput["buckets"]}
     assert seconds == {
         **{"steps": 80, "idle between starts": 40, "steps done again": 20},
         **{"data wait": 20, "not recorded": 20, "accelerator init": 10, "restore": 10},
     }
-    each = [part for start in goodput["starts"] for part in start["buckets"]]
-    assert sum(part["seconds"] for part in each) == goodput["wall_s"] == 200
+    parts = [part for start in goodput["starts"] for part in start["buckets"]]
+    assert sum(part["seconds"] for part in parts) == goodput["wall_s"] == 200
     assert [(start["name"], start["note"]) for start in goodput["starts"]] == [
         ("Start 1", "step 0 to 5, unknown, left no exit code"),
         ("Start 2", "step 4 to 4, preempted"),
     ]
 
 
-def test_the_page_draws_all_of_it(tmp_path):
+def test_the_page_draws_every_section(tmp_path):
     html = _write(tmp_path, [_row(step) for step in (1, 5, 8)], EVENTS, "a: 1")
     page = drawn(html)
     for text in ("Loss", "Learning rate", "Where the time went", "a: 1"):
         assert f"\n{text}\n" in page.text
     assert "\nsteps\n1 min 20 s\n40.0%\nidle between starts\n40 s\n20.0%" in page.text
-    # A later start went on from step 4 of 1 to 8, on each of four charts.
+    # A later start continued from step 4 of 1 to 8, on each of the four charts.
     assert page.attributes.count(("d", "M42.86 0V100")) == 4
     assert "a later start went on" in page.text
 
 
-def test_a_later_start_that_began_again_is_a_restart_too(tmp_path):
-    began_again = EVENTS[3] | {"step": 0}
-    assert data_of(_write(tmp_path, [], [began_again]))["restarts"] == [0]
-    first_only = [{**event, "start": 1} for event in EVENTS]
-    page = drawn(_write(tmp_path, [_row(1), _row(8)], first_only))
+def test_a_later_start_from_step_0_is_a_restart_too(tmp_path):
+    restore = EVENTS[3] | {"step": 0}
+    assert data_of(_write(tmp_path, [], [restore]))["restarts"] == [0]
+    first_start = [{**event, "start": 1} for event in EVENTS]
+    page = drawn(_write(tmp_path, [_row(1), _row(8)], first_start))
     assert ("class", "restart") not in page.attributes
 
 
 def test_hostile_text_stays_text(tmp_path):
-    bad = "</script></pre><script>alert(1)</script><b>'\"&"
-    config = f"run:\n  name: {json.dumps(bad)}\n"
+    hostile_text = "</script></pre><script>alert(1)</script><b>'\"&"
+    config = f"run:\n  name: {json.dumps(hostile_text)}\n"
     html = _write(tmp_path, [_row(1)], [], config)
     assert Page(html).tags == Page(_write(tmp_path, [], [], "")).tags
-    clean = drawn(_write(tmp_path, [_row(1)], [], "run:\n  name: x"))
+    clean_page = drawn(_write(tmp_path, [_row(1)], [], "run:\n  name: x"))
     page = drawn(html)
-    assert page.tags == clean.tags
-    assert page.text.startswith(bad)
+    assert page.tags == clean_page.tags
+    assert page.text.startswith(hostile_text)
 
 
 ROWS = [
@@ -235,8 +235,8 @@ def test_every_metric_has_a_chart_except_errors_and_figures_of_layers(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = report_data(tmp_path)
     charts = {c["title"]: [line["name"] for line in c["lines"]] for c in data["charts"]}
-    for known in ("Loss", "Gradient norm", "Learning rate", "Tokens per second"):
-        del charts[known]
+    for title in ("Loss", "Gradient norm", "Learning rate", "Tokens per second"):
+        del charts[title]
     assert charts == {
         "Loss of validation sets": ["web", "code"],
         "Tasks: acc": ["a", "b"],

@@ -1,4 +1,4 @@
-"""The starts of a run: what they changed, and which other start may go on."""
+"""Each start of a run records its changes, and only some new starts may continue."""
 
 import json
 from dataclasses import replace
@@ -35,36 +35,36 @@ def write_run(folder: Path, config: Config, *starts: tuple[int, dict]) -> None:
     (folder / "events.jsonl").write_text(lines)
 
 
-def test_a_batch_is_of_the_start_that_took_its_step(tmp_path):
+def test_the_config_of_a_step_is_that_of_the_start_that_took_it(tmp_path):
     sources = {name: MixtureSource(name, 1.0) for name in ("web", "code")}
     config = Config(data=DataConfig(source=Source.mixture, sources=sources))
     change = [{"step": 12, "weights": {"web": 1.0}}]
-    other = {"data.sources.code.path": None, "data.sources.code.weight": None}
-    other |= {"data.sources.code.epochs": None, "data.sources.new.path": "new"}
+    source_changes = {"data.sources.code.path": None, "data.sources.code.weight": None}
+    source_changes |= {"data.sources.code.epochs": None, "data.sources.new.path": "new"}
     write_run(
         tmp_path,
         config,
         (0, {}),
         (10, {"data.weight_changes": change}),
-        (20, {"train.num_steps": 50, **other}),
+        (20, {"train.num_steps": 50, **source_changes}),
     )
     run = replace(config.run, dir=str(tmp_path))
     for step in (0, 9):
         assert read_run(str(tmp_path), step) == replace(config, run=run)
     for step in (10, 19):
-        changed = read_run(str(tmp_path), step).data
-        assert changed.weight_changes == [WeightChange(12, {"web": 1.0})]
-        assert changed.sources == sources
-    last = read_run(str(tmp_path))
-    assert last == read_run(str(tmp_path), 20)
-    assert last.train.num_steps == 50
-    assert last.data.sources == {
+        data_config = read_run(str(tmp_path), step).data
+        assert data_config.weight_changes == [WeightChange(12, {"web": 1.0})]
+        assert data_config.sources == sources
+    last_config = read_run(str(tmp_path))
+    assert last_config == read_run(str(tmp_path), 20)
+    assert last_config.train.num_steps == 50
+    assert last_config.data.sources == {
         "web": sources["web"],
         "new": MixtureSource("new", 1.0),
     }
 
 
-def test_no_run_is_named(tmp_path):
+def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError) as error:
         read_run(str(tmp_path))
     (mistake,) = error.value.mistakes
@@ -84,9 +84,9 @@ def start_with(
     recorded: int | None = None,
     **run,
 ):
-    """Compare a start that asks for some steps with a run of 1,600 that came so far.
+    """Compare a start of `steps` steps with a run of 1,600 that has reached `newest`.
 
-    `recorded` is the schedule's length in its last start, if that is known.
+    `recorded` is the schedule length of the last start of the run, if it is known.
     """
     folder = epath.Path(folder)
     first = Config(schedule=schedule)
@@ -116,12 +116,12 @@ def test_an_end_that_the_run_has_passed_is_refused_and_changes_nothing(tmp_path)
     ("steps", "newest", "results", "rewind_to", "finished"),
     [
         (445, 445, None, None, False),  # only its results are missing
-        (60, 445, None, 50, False),  # goes back before that end
-        (60, 445, 445, None, True),  # has come to its end, whatever is asked for
+        (60, 445, None, 50, False),  # the rewind is to before that end
+        (60, 445, 445, None, True),  # the run has ended, whatever is requested
         (2000, 1600, 1600, None, False),
     ],
 )
-def test_an_end_that_can_be_reached_or_was_is_taken(
+def test_an_end_that_the_run_can_reach_or_has_reached_is_accepted(
     tmp_path, steps, newest, results, rewind_to, finished
 ):
     start = start_with(tmp_path, steps, newest, results, rewind_to=rewind_to)
@@ -150,10 +150,10 @@ def test_an_end_that_can_be_reached_or_was_is_taken(
         (CONSTANT, 800, 400, None, 1600, ""),
     ],
 )
-def test_only_wsd_takes_another_length_and_only_before_it_falls(
+def test_only_wsd_takes_another_length_and_only_before_its_decay(
     tmp_path, caplog, schedule, steps, newest, rewind_to, length, said
 ):
-    """Of 1,600 steps it falls after 1,120, of 800 after 560; the next rate is lower."""
+    """The rate is at its peak up to step 1,120 of 1,600 or 560 of 800, then falls."""
     caplog.set_level("INFO", "train")
     start = start_with(tmp_path, steps, newest, schedule=schedule, rewind_to=rewind_to)
     assert start.schedule_steps == length
@@ -165,36 +165,36 @@ def test_only_wsd_takes_another_length_and_only_before_it_falls(
     ("steps", "newest", "length"),
     [(800, 700, 800), (1600, 700, 800), (1600, 300, 1600)],
 )
-def test_a_later_start_goes_on_with_the_length_that_was_taken(
+def test_a_later_start_continues_with_the_recorded_schedule_length(
     tmp_path, steps, newest, length
 ):
     start = start_with(tmp_path, steps, newest, schedule=WSD, recorded=800)
     assert start.schedule_steps == length
 
 
-def test_what_a_start_changed_is_read_back(tmp_path):
+def test_the_changes_of_a_start_are_read_back(tmp_path):
     first = Config()
     sources = SimpleNamespace(fingerprints={})
-    kept: Any = ("mlp_up", "attention_output")
-    later = replace(first, train=replace(first.train, remat=kept))
+    remat: Any = ("mlp_up", "attention_output")
+    later = replace(first, train=replace(first.train, remat=remat))
     for number, config in enumerate((first, later), 1):
         record_start(epath.Path(tmp_path), config, cast(Any, sources), number, 1600)
-    assert read_run(str(tmp_path)).train.remat == kept
+    assert read_run(str(tmp_path)).train.remat == remat
 
 
 @pytest.mark.parametrize(("now", "refused"), [("abc", None), ("xyz", "data.path")])
-def test_data_may_move_and_not_become_other_data(tmp_path, now, refused):
+def test_data_may_move_but_not_change(tmp_path, now, refused):
     first = Config(data=DataConfig(source=Source.tokens, path="here"))
-    then: Any = SimpleNamespace(fingerprints={"train": "abc"})
-    record_start(epath.Path(tmp_path), first, then, 1, 1600)
-    moved = replace(first, data=replace(first.data, path="there"))
+    recorded_sources: Any = SimpleNamespace(fingerprints={"train": "abc"})
+    record_start(epath.Path(tmp_path), first, recorded_sources, 1, 1600)
+    moved_config = replace(first, data=replace(first.data, path="there"))
     sources: Any = SimpleNamespace(fingerprints={"train": now}, path="there")
     if refused is None:
-        start = compare_with_run(epath.Path(tmp_path), moved, sources)
+        start = compare_with_run(epath.Path(tmp_path), moved_config, sources)
         assert not start.finished
         return
     with pytest.raises(ConfigError, match=refused):
-        compare_with_run(epath.Path(tmp_path), moved, sources)
+        compare_with_run(epath.Path(tmp_path), moved_config, sources)
 
 
 @pytest.mark.parametrize("given", [None, True, False])
@@ -203,8 +203,8 @@ def test_data_may_move_and_not_become_other_data(tmp_path, now, refused):
 def test_documents_begin_as_they_did_when_the_run_began(
     tmp_path, given, mask, recorded
 ):
-    began = recorded if recorded in (True, None) else False
-    first = Config(data=DataConfig(document_mask=mask, document_start=began))
+    original = recorded if recorded in (True, None) else False
+    first = Config(data=DataConfig(document_mask=mask, document_start=original))
     folder = epath.Path(tmp_path)
     text = config_yaml(first)
     if recorded == "config lost":  # the checkpoint has the key
@@ -215,17 +215,17 @@ def test_documents_begin_as_they_did_when_the_run_began(
         write_run(tmp_path, first, (0, {}))
     if recorded != "config lost":
         assert read_run(str(tmp_path)).data == first.data
-    now = replace(first, data=replace(first.data, document_start=given))
-    value = document_start_of(folder, now)
-    assert value == (began if given is None else given)
-    now = replace(first, data=replace(first.data, document_start=value))
+    config = replace(first, data=replace(first.data, document_start=given))
+    value = document_start_of(folder, config)
+    assert value == (original if given is None else given)
+    config = replace(first, data=replace(first.data, document_start=value))
     sources: Any = SimpleNamespace(fingerprints={})
-    is_same = not mask or given is None or given == (began is not False)
+    is_same = not mask or given is None or given == (original is not False)
     if is_same:
-        compare_with_run(folder, now, sources)
+        compare_with_run(folder, config, sources)
     else:
         with pytest.raises(ConfigError, match=r"data\.document_start = ") as error:
-            compare_with_run(folder, now, sources)
+            compare_with_run(folder, config, sources)
         assert len(error.value.mistakes) == 1
 
 
@@ -235,7 +235,7 @@ def test_documents_of_a_new_run_begin_with_the_token(tmp_path, mask):
     assert document_start_of(epath.Path(tmp_path), config) is (True if mask else None)
 
 
-def test_a_start_that_was_allowed_another_beginning_is_followed(tmp_path):
+def test_a_start_that_was_allowed_another_document_start_is_followed(tmp_path):
     write_run(tmp_path, Config(), (0, {}), (5, {"data.document_start": False}))
     assert document_start_of(epath.Path(tmp_path), Config()) is False
     assert read_run(str(tmp_path), 3).data.has_beginning_tokens

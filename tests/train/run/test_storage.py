@@ -1,4 +1,4 @@
-"""A run under s3://, on a server that speaks it: as on a disk, and when it is away."""
+"""A run under s3:// behaves as on a disk, and waits for a server that is away."""
 
 import os
 import signal
@@ -32,19 +32,19 @@ def remote(server: Any, request: pytest.FixtureRequest) -> epath.Path:
 
 @pytest.fixture
 def opened(remote: epath.Path) -> Iterator[Callable[..., Checkpoints]]:
-    """Open the folder and save the states of some steps."""
-    all_opened = []
+    """Return a function that opens the folder and saves the states of some steps."""
+    all_checkpoints = []
 
     def opened(*steps: int, **config: Any) -> Checkpoints:
         checkpoints = Checkpoints(remote, CheckpointConfig(**config))
-        all_opened.append(checkpoints)
+        all_checkpoints.append(checkpoints)
         for step in steps:
             assert checkpoints.save(step, make_state(step), {}, last=True) is None
         checkpoints.wait()
         return checkpoints
 
     yield opened
-    for checkpoints in all_opened:
+    for checkpoints in all_checkpoints:
         checkpoints.close()
 
 
@@ -53,13 +53,13 @@ def spoil(step: epath.Path) -> None:
     (step / name).write_bytes(b"spoilt")
 
 
-def test_what_was_saved_comes_back_and_what_made_way_leaves_nothing(opened, remote):
+def test_saved_steps_are_restored_and_deleted_steps_leave_nothing(opened, remote):
     checkpoints = opened(1, 2, 3, 4, keep_latest=2)
     same(checkpoints.saved.restore(like()), make_state(4))
     same(opened().saved.restore(like(), 3), make_state(3))
-    tops = {name.partition("/")[0] for name in list_files(remote)}
-    assert tops == {"3", "4"}, "steps that made way, or marks, were left"
-    assert all(is_sealed(remote / top) for top in tops)
+    top_names = {name.partition("/")[0] for name in list_files(remote)}
+    assert top_names == {"3", "4"}, "steps that made way, or marks, were left"
+    assert all(is_sealed(remote / top) for top in top_names)
 
 
 def test_a_damaged_step_is_set_aside_whole_and_stays_there(opened, remote):
@@ -67,11 +67,11 @@ def test_a_damaged_step_is_set_aside_whole_and_stays_there(opened, remote):
     spoil(remote / "2")
     names = list_files(remote / "2")
     same(checkpoints.saved.restore(like()), make_state(1))
-    (aside,) = (remote / "quarantine").iterdir()
-    assert list_files(aside) == names
-    again = opened(2)
-    same(again.saved.restore(like()), make_state(2))
-    assert list_files(aside) == names
+    (quarantined_step,) = (remote / "quarantine").iterdir()
+    assert list_files(quarantined_step) == names
+    next_start = opened(2)
+    same(next_start.saved.restore(like()), make_state(2))
+    assert list_files(quarantined_step) == names
 
 
 def test_leftovers_of_dead_saves_are_removed(opened, remote):
@@ -85,12 +85,12 @@ def test_leftovers_of_dead_saves_are_removed(opened, remote):
     assert not (remote / "2").exists()
 
 
-def test_a_step_that_makes_way_while_it_is_hashed_gets_no_seal(opened, remote):
+def test_a_step_that_is_deleted_while_it_is_hashed_gets_no_seal(opened, remote):
     opened(1)
-    found = digests(remote / "1")
+    hashes = digests(remote / "1")
     (remote / "1").rmtree()
     with pytest.raises(FileNotFoundError):
-        write_seal(remote / "1", found)
+        write_seal(remote / "1", hashes)
     assert not (remote / "1").exists()
 
 
@@ -99,23 +99,23 @@ def test_a_save_waits_for_a_server_that_is_away(opened, remote, server):
     checkpoints = opened(1)
     assert checkpoints.save(2, make_state(2), {}) is None
     server.leave()
-    with pytest.raises(Exception, match="connect"):  # which is no damage
+    with pytest.raises(Exception, match="connect"):  # this is no damage
         find_damage(remote / "1")
-    back = threading.Timer(3, server.come_back)
-    back.start()
+    timer = threading.Timer(3, server.come_back)
+    timer.start()
     checkpoints.wait()
-    back.join()
+    timer.join()
     same(checkpoints.saved.restore(like()), make_state(2))
 
 
-def test_a_folder_is_where_a_shell_has_it(monkeypatch, tmp_path):
-    """It expands no ~ within an argument such as run.dir=~/runs/a."""
+def test_a_tilde_in_the_folder_of_a_run_is_expanded(monkeypatch, tmp_path):
+    """A shell does not expand ~ within an argument such as run.dir=~/runs/a."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert run_folder("~/runs/a") == tmp_path / "runs/a" == run_folder("runs/a")
 
 
-def test_what_holds_no_run_is_refused(monkeypatch):
+def test_a_store_that_cannot_hold_a_run_is_refused(monkeypatch):
     for directory in ("http://host/run", "az://bucket/run"):
         with pytest.raises(ConfigError, match="s3:// or gs://"):
             run_folder(directory)
@@ -125,46 +125,56 @@ def test_what_holds_no_run_is_refused(monkeypatch):
 
 
 def steps_of(run: str) -> list[dict[str, Any]]:
-    """Return what is no clock's of each step's line."""
+    """Return the values of each step that do not depend on the clock."""
     keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
     rows = read_metrics(run_folder(run))
     return [{key: row[key] for key in keys} for row in rows if "loss" in row]
 
 
 @pytest.mark.slow
-def test_a_run_killed_and_continued_is_the_run_on_disk(door, server, tmp_path):
-    """Killed twice, by another process; then all commands find it there."""
-    near = str(tmp_path / "near")
-    far = "s3://bucket/far"
-    store = {key: value for key, value in os.environ.items() if "AWS" in key}
-    assert door(near).returncode == 0
+def test_a_killed_and_continued_run_equals_the_run_on_disk(door, server, tmp_path):
+    """The run on s3:// is killed twice. Afterwards, every command can read it."""
+    local_dir = str(tmp_path / "near")
+    remote_dir = "s3://bucket/far"
+    credentials = {key: value for key, value in os.environ.items() if "AWS" in key}
+    assert door(local_dir).returncode == 0
     for at_step in (7, 12):
-        killed = door(far, at_step=at_step, number=signal.SIGKILL, environment=store)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-    ended = door(far, "profile.steps=[18,19]", environment=store)
-    assert ended.returncode == 0, ended.stderr
-    assert steps_of(far) == steps_of(near)
-    run = run_folder(far)
-    same(doors.state_of(run, 20), doors.state_of(epath.Path(near), 20))
-    tops = {name.partition("/")[0] for name in list_files(run)}
+        attempt = door(
+            remote_dir, at_step=at_step, number=signal.SIGKILL, environment=credentials
+        )
+        assert attempt.returncode == -signal.SIGKILL, attempt.stderr
+    last_attempt = door(remote_dir, "profile.steps=[18,19]", environment=credentials)
+    assert last_attempt.returncode == 0, last_attempt.stderr
+    assert steps_of(remote_dir) == steps_of(local_dir)
+    run = run_folder(remote_dir)
+    same(doors.state_of(run, 20), doors.state_of(epath.Path(local_dir), 20))
+    top_names = {name.partition("/")[0] for name in list_files(run)}
     files = {"config.yaml", "starts", "results.json", "report.html", "checkpoints"}
-    assert files <= tops
+    assert files <= top_names
     assert any(name.endswith(".pb") for name in list_files(run / "profiles"))
 
-    def other(module: str, *overrides: str) -> Any:
+    def run_command(module: str, *overrides: str) -> Any:
         command = f"train.{module}"
-        return door(far, *overrides, module=command, config=(), environment=store)
+        return door(
+            remote_dir, *overrides, module=command, config=(), environment=credentials
+        )
 
-    assert "DAMAGED" not in other("checkpoints").stdout
+    assert "DAMAGED" not in run_command("checkpoints").stdout
     spoil(run / "checkpoints" / "20")
-    listed = other("checkpoints")
-    assert (listed.returncode, "DAMAGED" in listed.stdout) == (65, True)
-    scored = other("evaluate", "step=15")
-    assert '"step": 15' in scored.stdout, scored.stderr
-    sampled = other("sample", "step=15", "num_tokens=4")
-    assert sampled.returncode == 0, sampled.stderr
+    listing = run_command("checkpoints")
+    assert (listing.returncode, "DAMAGED" in listing.stdout) == (65, True)
+    evaluation = run_command("evaluate", "step=15")
+    assert '"step": 15' in evaluation.stdout, evaluation.stderr
+    sample = run_command("sample", "step=15", "num_tokens=4")
+    assert sample.returncode == 0, sample.stderr
     branch = "s3://bucket/branch"
-    words = (f"from={far}@15", f"run.dir={branch}")
-    branched = door(far, *words, module="train.branch", config=(), environment=store)
-    assert branched.returncode == 0, branched.stderr
-    assert steps_of(branch) == steps_of(near)
+    arguments = (f"from={remote_dir}@15", f"run.dir={branch}")
+    result = door(
+        remote_dir,
+        *arguments,
+        module="train.branch",
+        config=(),
+        environment=credentials,
+    )
+    assert result.returncode == 0, result.stderr
+    assert steps_of(branch) == steps_of(local_dir)

@@ -1,4 +1,4 @@
-"""Metrics of long runs are thinned out as they are read, and show the same."""
+"""Metrics of long runs are thinned out as they are read, and keep their shape."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from train.run.thinned import thinned_metrics
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thin out what is short."""
+    """Thin out short runs too."""
     monkeypatch.setattr(thinned, "_MAX_ROWS", 100)
     monkeypatch.setattr(thinned, "_MAX_STRETCHES", 50)
 
@@ -25,13 +25,13 @@ def write(folder, rows):
 
 
 def rows_of_run(count: int) -> list[dict]:
-    chance = random.Random(0)
+    rng = random.Random(0)
     rows = []
     for step in range(1, count + 1):
-        speed = 100.0 + chance.random()
+        speed = 100.0 + rng.random()
         rows.append({"step": step, "loss": 5.0 / step, "tokens_per_second": speed})
         if step % 10 == 0:
-            rows.append({"step": step, "eval/loss": 2.0 + chance.random()})
+            rows.append({"step": step, "eval/loss": 2.0 + rng.random()})
     rows[count // 3]["loss"] = 99.0
     rows[count // 2]["loss"] = None
     return rows
@@ -41,11 +41,11 @@ def rows_of_run(count: int) -> list[dict]:
 @pytest.mark.parametrize("count", [200, 1000, 3333])
 def test_a_long_run_keeps_spikes_ends_and_the_best(tmp_path, count):
     write(tmp_path, rows := rows_of_run(count))
-    found = thinned_metrics(tmp_path)
-    assert found.num_missing["loss"] == 1
+    metrics = thinned_metrics(tmp_path)
+    assert metrics.num_missing["loss"] == 1
     for key in ("loss", "eval/loss", "tokens_per_second"):
         all_points = [(row["step"], row[key]) for row in rows if key in row]
-        points = [(row["step"], row[key]) for row in found.rows if key in row]
+        points = [(row["step"], row[key]) for row in metrics.rows if key in row]
         assert set(points) <= set(all_points)
         assert points == sorted(points, key=lambda point: point[0])
         assert (points[0], points[-1]) == (all_points[0], all_points[-1])
@@ -53,7 +53,7 @@ def test_a_long_run_keeps_spikes_ends_and_the_best(tmp_path, count):
         assert (min(values), max(values)) == (min(all_values), max(all_values))
         assert len(points) <= 4 * 50
     key = "tokens_per_second"
-    speeds = [row[key] for row in found.rows if key in row]
+    speeds = [row[key] for row in metrics.rows if key in row]
     assert median(speeds) == pytest.approx(100.5, abs=0.2)
 
 
@@ -64,11 +64,11 @@ def test_figures_of_layers_stay_together_and_keep_the_largest(tmp_path):
         for s in range(1, 1001)
     ]
     write(tmp_path, rows)
-    found = thinned_metrics(tmp_path).rows
-    assert len(found) <= 52
-    assert all(len(row) == 3 for row in found)
+    thinned_rows = thinned_metrics(tmp_path).rows
+    assert len(thinned_rows) <= 52
+    assert all(len(row) == 3 for row in thinned_rows)
     for layer in range(2):
-        (row,) = [row for row in found if row[f"numerics/mlp/{layer}"]]
+        (row,) = [row for row in thinned_rows if row[f"numerics/mlp/{layer}"]]
         assert abs(row["step"] - 333) < 1000 / 25
 
 

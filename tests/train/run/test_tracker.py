@@ -16,7 +16,7 @@ CONFIG = TrackerConfig(WandbConfig(enabled=True))
 
 
 class FakeWriter(Writer):
-    """Keeps lines in memory."""
+    """A writer that keeps lines in memory."""
 
     name = "wandb"
     lines: list[Line]
@@ -37,7 +37,7 @@ class FakeWriter(Writer):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The writer that stands in for W&B's in each start."""
+    """Replace the writer of W&B in each start, and return the replacement."""
     writer = FakeWriter()
     monkeypatch.setattr(tracker, "WandbWriter", lambda run, config: writer)
     return writer
@@ -58,14 +58,14 @@ def test_no_tracker_touches_nothing(tmp_path, config, write):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_steps_logged_before_it_is_up_are_kept(tmp_path, fake, monkeypatch):
+def test_steps_logged_before_the_tracker_is_open_are_kept(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(fake, "open", lambda *_: time.sleep(0.1) or -1)
     begin(CONFIG, tmp_path, 1, 0, 2).finish()
     assert [step for step, _ in fake.lines] == [1, 2]
     assert fake.closed
 
 
-def test_what_it_has_is_not_written_again(tmp_path, fake):
+def test_lines_that_a_tracker_has_are_not_written_again(tmp_path, fake):
     begin(CONFIG, tmp_path, 1, 0, 5).finish()
     begin(CONFIG, tmp_path, 2, 2, 7).finish()
     steps = [step for step, values in fake.lines if "loss" in values]
@@ -74,7 +74,7 @@ def test_what_it_has_is_not_written_again(tmp_path, fake):
 
 @pytest.mark.parametrize("broken", ["folder", "open", "write", "close"])
 @pytest.mark.parametrize("error", [RuntimeError("a\nb"), SystemExit(1)])
-def test_an_error_is_one_warning_of_one_line_then_silence(
+def test_an_error_is_logged_once_as_a_warning_of_one_line(
     tmp_path, fake, monkeypatch, caplog, broken, error
 ):
     def fail(*_):
@@ -102,16 +102,16 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
 
 
 @pytest.mark.parametrize("hangs", ["open", "write"])
-def test_one_that_hangs_takes_no_time_and_one_word(
+def test_a_tracker_that_hangs_costs_no_time_and_one_warning(
     tmp_path, fake, monkeypatch, caplog, hangs
 ):
     release = threading.Event()
     monkeypatch.setattr(tracker, "FINISH_TIMEOUT_S", 0.1)
     monkeypatch.setattr(tracker, "_SILENT_S", 0.05)
     monkeypatch.setattr(fake, hangs, lambda *_: release.wait(60) and -1)
-    began = time.monotonic()
+    start_time = time.monotonic()
     run = begin(CONFIG, tmp_path, 1, 0, 3)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - start_time < 5.0
     for _ in range(500):
         run.log(9, {"loss": 1.0})
         if _warnings(caplog):
@@ -122,7 +122,7 @@ def test_one_that_hangs_takes_no_time_and_one_word(
     assert "has not answered" in warning
     release.set()
     run._threads[0]._thread.join(5)
-    assert len(_warnings(caplog)) == 1  # what breaks later is nobody's business
+    assert len(_warnings(caplog)) == 1  # later errors are not reported
 
 
 def test_lines_that_wait_are_bounded(tmp_path, fake, monkeypatch, caplog):
@@ -139,20 +139,20 @@ def test_lines_that_wait_are_bounded(tmp_path, fake, monkeypatch, caplog):
     assert steps == list(range(1, 11))
 
 
-def test_of_two_at_once_one_that_fails_leaves_the_other(
+def test_a_tracker_that_fails_does_not_stop_another(
     tmp_path, fake, monkeypatch, caplog
 ):
-    other = FakeWriter()
-    monkeypatch.setattr(other, "name", "tensorboard")
-    monkeypatch.setattr(tracker, "TensorBoardWriter", lambda run: other)
-    monkeypatch.setattr(other, "write", lambda _: 1 / 0)
-    both = replace(CONFIG, tensorboard=TensorBoardConfig(enabled=True))
-    begin(both, tmp_path, 1, 0, 2).finish()
+    failing_writer = FakeWriter()
+    monkeypatch.setattr(failing_writer, "name", "tensorboard")
+    monkeypatch.setattr(tracker, "TensorBoardWriter", lambda run: failing_writer)
+    monkeypatch.setattr(failing_writer, "write", lambda _: 1 / 0)
+    config = replace(CONFIG, tensorboard=TensorBoardConfig(enabled=True))
+    begin(config, tmp_path, 1, 0, 2).finish()
     assert [step for step, _ in fake.lines] == [1, 2]
     assert _warnings(caplog) == ["tensorboard is off from here on: division by zero"]
 
 
 def test_the_id_of_a_run_is_drawn_once(tmp_path):
     run = TrackedRun(tmp_path, "x", {})
-    drawn = {run.run_id("wandb", lambda n=n: f"{n}") for n in range(2)}
-    assert drawn == {(tmp_path / "wandb/run_id").read_text().strip()}
+    ids = {run.run_id("wandb", lambda n=n: f"{n}") for n in range(2)}
+    assert ids == {(tmp_path / "wandb/run_id").read_text().strip()}

@@ -1,4 +1,4 @@
-"""Which evaluations of a run are compared, and under which names they are shown."""
+"""Only evaluations of the same rows are compared, and each is shown with its name."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def score(step: int, loss: float | None, targets: int = 100, prefix: str = "eval
     }
 
 
-def whole(step: int, loss: float | None):
+def whole_score(step: int, loss: float | None):
     return score(step, loss, 5000, "eval_whole")
 
 
@@ -36,14 +36,14 @@ def write(folder: Path, rows):
     return epath.Path(folder)
 
 
-# Rows, and the steps of the last, the best and the whole evaluation.
+# Each case is rows, and the steps of the last, the best and the whole evaluation.
 RUNS = {
     "the whole set is worse than every part": (
-        [score(10, 3.0), score(20, 2.0), score(30, 1.9), whole(30, 3.5)],
+        [score(10, 3.0), score(20, 2.0), score(30, 1.9), whole_score(30, 3.5)],
         (30, 30, 30),
     ),
     "the whole set is better than every part": (
-        [score(10, 2.0), score(20, 3.0), score(30, 2.5), whole(30, 1.0)],
+        [score(10, 2.0), score(20, 3.0), score(30, 2.5), whole_score(30, 1.0)],
         (30, 10, 30),
     ),
     "other rows from step 20 on": (
@@ -55,7 +55,7 @@ RUNS = {
         (30, 30, None),
     ),
     "a loss that is not finite": (
-        [score(10, 2.0), score(20, None), whole(30, None)],
+        [score(10, 2.0), score(20, None), whole_score(30, None)],
         (10, 10, None),
     ),
     "no evaluation": ([{"step": 10, "loss": 1.0}], (None, None, None)),
@@ -65,36 +65,36 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_only_losses_of_the_same_rows_are_compared(tmp_path, name):
     rows, steps = RUNS[name]
-    found = read_validations(write(tmp_path / "run", rows))
-    of_found = found.last, found.best, found.whole
-    assert tuple(each and each.step for each in of_found) == steps
+    validations = read_validations(write(tmp_path / "run", rows))
+    evaluations = validations.last, validations.best, validations.whole
+    assert tuple(evaluation and evaluation.step for evaluation in evaluations) == steps
 
 
-def shown(data: dict, title: str) -> list[str]:
+def figures_of(data: dict, title: str) -> list[str]:
     return [value for name, value, _ in data["figures"] if name == title]
 
 
-def test_every_display_has_the_whole_set_under_its_own_name(tmp_path):
-    rows = [score(10, 2.0), score(20, 2.5), score(30, 2.25), whole(30, 1.0)]
+def test_every_display_names_the_whole_set(tmp_path):
+    rows = [score(10, 2.0), score(20, 2.5), score(30, 2.25), whole_score(30, 1.0)]
     run = write(tmp_path / "run", rows)
     status = read_status(run).validation
     assert status.best == Validation(10, 2.0, 1.0)
     assert status.whole == Validation(30, 1.0, 0.5)
     data = report_data(run)
-    assert shown(data, "Best validation loss") == ["2.0000"]
-    assert shown(data, "Loss of whole set") == ["1.0000"]
+    assert figures_of(data, "Best validation loss") == ["2.0000"]
+    assert figures_of(data, "Loss of whole set") == ["1.0000"]
     (chart,) = [chart for chart in data["charts"] if chart["title"] == "Loss"]
     lines = {line["name"]: line["points"] for line in chart["lines"]}
     assert lines["whole validation set"] == [(30, 1.0)]
     assert (30, 1.0) not in lines["validation"]
     (_, headers, [cells]), *_ = compare_runs([run])["tables"]
-    named = dict(zip(headers, cells, strict=True))
-    assert named["Best validation loss"] == "2.0000"
-    assert named["Last validation loss"] == "2.2500"
-    assert named["Loss of whole set"] == "1.0000"
+    figures = dict(zip(headers, cells, strict=True))
+    assert figures["Best validation loss"] == "2.0000"
+    assert figures["Last validation loss"] == "2.2500"
+    assert figures["Loss of whole set"] == "1.0000"
 
 
-def test_scores_of_evaluations_say_whether_they_are_of_the_whole_set(tmp_path):
+def test_scores_say_whether_they_are_of_the_whole_set(tmp_path):
     run = write(tmp_path / "run", [])
     (run / "evaluations").mkdir()
     records = {
@@ -109,7 +109,9 @@ def test_scores_of_evaluations_say_whether_they_are_of_the_whole_set(tmp_path):
     for name, record in records.items():
         text = json.dumps({"step": int(name[0]), **record})
         (run / "evaluations" / f"{name}.json").write_text(text)
-    scores = [(s.subject, s.value, s.step) for s in read_scores(run, [whole(30, 0.5)])]
+    scores = [
+        (s.subject, s.value, s.step) for s in read_scores(run, [whole_score(30, 0.5)])
+    ]
     assert scores == [
         ("validation, whole", "0.5000", 30),
         ("validation, whole", "0.2500", 30),

@@ -1,4 +1,4 @@
-"""Generated text: the cache changes nothing, and only what may be drawn is."""
+"""The cache does not change generated text, and only permitted tokens are drawn."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from train.sample.prompts import make_decoder
 
 PROMPT = np.array([[5, 17, 200, 3], [99, 98, 97, 96]], np.int32)
 GREEDY = Sampling(temperature=0)
-NUM_IDS = 257  # of 384
+NUM_IDS = 257  # the vocabulary is padded to 384
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def program(programs):
 
 @pytest.fixture(scope="module")
 def params(program):
-    """The padding's logits are the largest of all."""
+    """Return parameters whose largest logits are those of the padding."""
     params = params_of(GPT(program.config.model, nnx.Rngs(3), MODEL_PARTS))
     weight = params["head"]["weight"]
     scale = jnp.where(jnp.arange(384) < NUM_IDS, 1.0, 50.0)
@@ -32,8 +32,8 @@ def params(program):
     return params
 
 
-def continued(program, params, sampling, seed=0):
-    """Return 12 tokens after each prompt; the columns of padding are not seen."""
+def continue_prompts(program, params, sampling, seed=0):
+    """Return 12 tokens after each prompt; columns of padding precede the prompts."""
     prompts = np.pad(PROMPT, ((0, 0), (3, 0)), constant_values=7)
     decoder = make_decoder(program, NUM_IDS, sampling, 2)
     key = jax.random.key(seed)
@@ -43,7 +43,7 @@ def continued(program, params, sampling, seed=0):
 
 @pytest.fixture(scope="module")
 def greedy(program, params):
-    return continued(program, params, GREEDY)
+    return continue_prompts(program, params, GREEDY)
 
 
 def test_greedy_is_the_argmax_of_a_full_forward_at_each_step(program, params, greedy):
@@ -58,29 +58,31 @@ def test_greedy_is_the_argmax_of_a_full_forward_at_each_step(program, params, gr
             model.features(tokens, positions, None, execution)[0], execution
         )
 
-    found = np.asarray(logits(jnp.asarray(tokens)))
+    values = np.asarray(logits(jnp.asarray(tokens)))
     first = PROMPT.shape[1] - 1
     np.testing.assert_array_equal(
-        greedy, found[:, first:-1, :NUM_IDS].argmax(-1).astype(np.int32)
+        greedy, values[:, first:-1, :NUM_IDS].argmax(-1).astype(np.int32)
     )
-    assert (found[:, first:-1].argmax(-1) >= NUM_IDS).any()  # the test could fail
+    assert (values[:, first:-1].argmax(-1) >= NUM_IDS).any()  # padding would win
     assert greedy.shape == (2, 12)
     assert len(np.unique(greedy)) > 2
 
 
 def test_padding_is_never_drawn_and_the_seed_decides(program, params):
     hot = Sampling(temperature=5.0)
-    one, same, other = (continued(program, params, hot, s) for s in (0, 0, 1))
-    assert max(one.max(), other.max()) < NUM_IDS
-    np.testing.assert_array_equal(one, same)
-    assert (one != other).any()
-    assert (one[0] != one[1]).any()
+    texts, repeated, reseeded = (
+        continue_prompts(program, params, hot, s) for s in (0, 0, 1)
+    )
+    assert max(texts.max(), reseeded.max()) < NUM_IDS
+    np.testing.assert_array_equal(texts, repeated)
+    assert (texts != reseeded).any()
+    assert (texts[0] != texts[1]).any()
 
 
 PROBABILITIES = np.array([0.04, 0.5, 0.16, 0.3])
 
 
-def drawn(sampling: Sampling) -> np.ndarray:
+def draw_frequencies(sampling: Sampling) -> np.ndarray:
     logits = jnp.tile(jnp.log(jnp.asarray(PROBABILITIES, jnp.float32)), (4000, 1))
     keys = jax.random.split(jax.random.key(0), 4000)
     ids = np.asarray(pick(logits, keys, sampling))
@@ -100,14 +102,14 @@ def drawn(sampling: Sampling) -> np.ndarray:
         (Sampling(0), [1]),
     ],
 )
-def test_what_is_kept_keeps_its_proportions(sampling, kept):
+def test_permitted_tokens_keep_their_proportions(sampling, kept):
     expected = np.zeros(4)
     expected[kept] = PROBABILITIES[kept] / PROBABILITIES[kept].sum()
-    found = drawn(sampling)
-    assert set(np.flatnonzero(found)) == set(kept)
-    np.testing.assert_allclose(found, expected, atol=0.03)
+    frequencies = draw_frequencies(sampling)
+    assert set(np.flatnonzero(frequencies)) == set(kept)
+    np.testing.assert_allclose(frequencies, expected, atol=0.03)
 
 
 def test_temperature_sharpens():
     expected = PROBABILITIES**2 / (PROBABILITIES**2).sum()
-    np.testing.assert_allclose(drawn(Sampling(0.5)), expected, atol=0.03)
+    np.testing.assert_allclose(draw_frequencies(Sampling(0.5)), expected, atol=0.03)

@@ -1,4 +1,4 @@
-"""Many prompts at once are what each is alone, and end where they shall."""
+"""Prompts of one batch continue as each does alone, and end where they must."""
 
 from dataclasses import replace
 
@@ -42,9 +42,7 @@ def together(continued):
     return continued(PROMPTS)
 
 
-def test_prompts_of_all_lengths_in_one_batch_are_what_each_is_alone(
-    continued, together
-):
+def test_prompts_of_all_lengths_in_one_batch_continue_as_alone(continued, together):
     alone = [continued([PROMPTS[i]])[0] for i in (0, 2)]
     assert [together[0], together[2]] == alone
     assert len({*together}) == 4
@@ -57,39 +55,39 @@ def test_a_text_ends_before_the_first_stop(continued, together):
 
 
 def test_a_text_ends_with_its_document_if_documents_have_beginnings(continued, program):
-    """What follows end-of-text has then never been learned."""
+    """The model has then never learned what follows end-of-text."""
     data = replace(program.config.data, document_start=True)
-    ending = replace(program, config=replace(program.config, data=data))
-    whole = continued(PROMPTS, 70)
-    assert any("<|endoftext|>" in text for text in whole)
-    expected = [text_before(text, ["<|endoftext|>"]) for text in whole]
-    assert continued(PROMPTS, 70, program=ending) == expected
+    changed_program = replace(program, config=replace(program.config, data=data))
+    full_texts = continued(PROMPTS, 70)
+    assert any("<|endoftext|>" in text for text in full_texts)
+    expected = [text_before(text, ["<|endoftext|>"]) for text in full_texts]
+    assert continued(PROMPTS, 70, program=changed_program) == expected
 
 
 def test_no_more_is_drawn_once_all_have_ended(continued, monkeypatch):
     drawn = []
 
-    def counted(*positional, **named):
-        for each in generate(*positional, **named):
-            drawn.append(each.shape)
-            yield each
+    def count_draws(*positional, **named):
+        for part in generate(*positional, **named):
+            drawn.append(part.shape)
+            yield part
 
-    monkeypatch.setattr("train.sample.prompts.generate", counted)
-    whole = continued(PROMPTS[:2], 70)
+    monkeypatch.setattr("train.sample.prompts.generate", count_draws)
+    full_texts = continued(PROMPTS[:2], 70)
     assert drawn == [(2, 32), (2, 32), (2, 6)]
     drawn.clear()
-    ends = [text[3] for text in whole]
+    ends = [text[3] for text in full_texts]
     texts = continued(PROMPTS[:2], 70, stop=ends)
-    assert texts == [text_before(text, ends) for text in whole]
+    assert texts == [text_before(text, ends) for text in full_texts]
     assert drawn == [(2, 32)]
 
 
-def test_prompts_of_other_lengths_need_no_other_program(continued):
-    seen = set()
+def test_prompts_of_other_lengths_compile_no_other_program(continued):
+    cache_sizes = set()
     for prompts in (["a" * 60] * 4, ["abc"] * 4, ["abc", "", "abcd" * 16, "a" * 33]):
         continued(prompts, 20)
-        seen.add((prefill._cache_size(), _draw._cache_size()))
-    assert len(seen) == 1
+        cache_sizes.add((prefill._cache_size(), _draw._cache_size()))
+    assert len(cache_sizes) == 1
 
 
 def test_learned_positions_bound_prompt_and_tokens(continued, program):

@@ -1,4 +1,4 @@
-"""What the command reads and is told; what it draws: test_generate.py."""
+"""The command reads prompts and options; test_generate.py tests what it draws."""
 
 import io
 import json
@@ -40,16 +40,16 @@ def test_a_file_without_prompts_is_a_mistake(tmp_path, text):
         read_prompts(str(file))
 
 
-def test_a_chat_goes_on_from_all_that_was_said(monkeypatch, capsys):
+def test_a_chat_continues_the_whole_conversation(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nbye\n"))
-    seen = []
+    calls = []
 
-    def go_on(prompts, seed):
-        seen.append((*prompts, seed))
+    def continue_texts(prompts, seed):
+        calls.append((*prompts, seed))
         return [f"<{seed}>"]
 
-    assert [*chat(go_on, "start ", 5)] == ["<5>", "<6>", "<7>"]
-    assert seen == [
+    assert [*chat(continue_texts, "start ", 5)] == ["<5>", "<6>", "<7>"]
+    assert calls == [
         ("start hello\n", 5),
         ("start hello\n<5>", 6),
         ("start hello\n<5><6>bye\n", 7),
@@ -68,26 +68,26 @@ def test_a_chat_goes_on_from_all_that_was_said(monkeypatch, capsys):
         (SampleConfig(RUN, stop=["\n", ""]), ["stop"]),
     ],
 )
-def test_what_does_not_go_together_is_named(config, keys):
+def test_keys_that_exclude_each_other_are_named(config, keys):
     assert [mistake.key for mistake in sample_mistakes(config)] == keys
 
 
 def test_prompts_are_continued_in_batches_of_one_size():
-    asked = []
+    calls = []
 
-    def go_on(prompts, seed):
-        asked.append((len(prompts), seed))
+    def continue_texts(prompts, seed):
+        calls.append((len(prompts), seed))
         return [f"{prompt}!" for prompt in prompts]
 
     rows = ["ccc", "a", "bb", "a", "dddd"]
-    assert continue_all(go_on, rows, 2, 7) == [f"{row}!" for row in rows]
-    assert asked == [(2, 7), (2, 9), (2, 11)]
-    asked.clear()
-    continue_all(go_on, rows[:2], 64, 0)
-    assert asked == [(2, 0)]
+    assert continue_all(continue_texts, rows, 2, 7) == [f"{row}!" for row in rows]
+    assert calls == [(2, 7), (2, 9), (2, 11)]
+    calls.clear()
+    continue_all(continue_texts, rows[:2], 64, 0)
+    assert calls == [(2, 0)]
 
 
-def test_an_output_that_cannot_be_written_is_said_before_anything(tmp_path):
+def test_an_output_that_cannot_be_written_is_reported_first(tmp_path):
     (tmp_path / "file").write_text("kept")
     for output in (f"{tmp_path}/file/x.jsonl", "http://host/x.jsonl"):
         with pytest.raises(ConfigError, match="output = "):
@@ -99,7 +99,7 @@ def test_an_output_that_cannot_be_written_is_said_before_anything(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_output_in_a_store_is_there_from_the_beginning(server):
+def test_an_output_in_a_store_exists_from_the_beginning(server):
     file = output_file("s3://bucket/texts.jsonl")
     assert file.read_text() == ""
     file.write_text("{}\n")
@@ -107,6 +107,6 @@ def test_an_output_in_a_store_is_there_from_the_beginning(server):
 
 
 def test_a_line_end_can_be_typed_as_a_stop():
-    typed = ["run.dir=runs/x", r'stop=["\n\n","#\t"]']
-    config = check_command_line(typed, "sample", SampleConfig, sample_mistakes)
+    command_line = ["run.dir=runs/x", r'stop=["\n\n","#\t"]']
+    config = check_command_line(command_line, "sample", SampleConfig, sample_mistakes)
     assert config.stop_texts == ["\n\n", "#\t"]

@@ -1,4 +1,4 @@
-"""The gated delta net as a layer: against transformers, and its cache."""
+"""The gated delta layer agrees with transformers, and caches padded prompts."""
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +44,16 @@ def test_left_padding_of_prompts_has_no_effect():
     for t in range(P - 1, length):
         logits, cache = extend(cache, tokens[:, t : t + 1], positions[:, t : t + 1])
         rows.append(logits)
-    found = np.concatenate(rows, 1)
+    actual = np.concatenate(rows, 1)
     for row, first in enumerate(first_B.tolist()):
-        alone = tokens[row : row + 1, first:]
-        right = tiny.logits(tiny.params, alone, jnp.arange(length - first)[None], None)
-        np.testing.assert_allclose(found[row], right[0, P - 1 - first :], atol=2e-5)
+        prompt = tokens[row : row + 1, first:]
+        expected = tiny.logits(
+            tiny.params, prompt, jnp.arange(length - first)[None], None
+        )
+        np.testing.assert_allclose(actual[row], expected[0, P - 1 - first :], atol=2e-5)
 
 
-def test_decays_stay_in_float32_and_are_not_decayed_themselves():
+def test_decays_stay_in_float32_and_have_no_weight_decay():
     config = ModelConfig(
         vocab_size=32, mixer=Mixer.gated_delta, param_dtype=Dtype.bfloat16
     )
@@ -64,7 +66,7 @@ def test_decays_stay_in_float32_and_are_not_decayed_themselves():
 
 
 def test_a_backward_pass_saves_no_arrays_of_chunks():
-    """Such an array has 64 numbers for each position and head; a saved result has 8."""
+    """An array of chunks has 64 numbers per position and head; a saved result has 8."""
     sizes = {"delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 8}
     net = GatedDeltaNet(ModelConfig(embed_dim=16, **sizes), nnx.Rngs(0))
     graph, params = nnx.split(net)
@@ -79,11 +81,12 @@ def test_a_backward_pass_saves_no_arrays_of_chunks():
         return sum(array.size for array in jax.tree.leaves(backward))
 
     assert num_saved(Execution()) < 12 * x_BTD.size
-    assert num_saved(Execution(remat="full")) > 40 * x_BTD.size  # saved in a layer
+    # A layer that is recomputed as a whole saves them.
+    assert num_saved(Execution(remat="full")) > 40 * x_BTD.size
 
 
 def test_transformers_computes_the_same():
-    """With weights in its own order: [q | k | v | z] and [b | a] of each key head."""
+    """Transformers orders the weights of a key head as [q | k | v | z] and [b | a]."""
     torch = pytest.importorskip("torch")
     qwen = pytest.importorskip("transformers.models.qwen3_next")
     K = 2
@@ -92,7 +95,7 @@ def test_transformers_computes_the_same():
     V = 6
     D = 16
     W = 4
-    theirs = qwen.modeling_qwen3_next.Qwen3NextGatedDeltaNet(
+    their_layer = qwen.modeling_qwen3_next.Qwen3NextGatedDeltaNet(
         qwen.Qwen3NextConfig(
             hidden_size=D,
             linear_num_key_heads=K,
@@ -108,40 +111,40 @@ def test_transformers_computes_the_same():
     )
     rng = np.random.default_rng(0)
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in their_layer.parameters():
             values = rng.normal(size=parameter.shape) * 0.5
             parameter.copy_(torch.tensor(values))
-    weights = {name: p.detach().numpy() for name, p in theirs.named_parameters()}
+    weights = {name: p.detach().numpy() for name, p in their_layer.named_parameters()}
     config = ModelConfig(
         embed_dim=D,
-        norm_unit_offset=True,  # for all norms but the one of the output
+        norm_unit_offset=True,  # This holds for all norms except that of the output.
         delta_key_heads=K,
         delta_value_heads=K * R,
         delta_key_dim=H,
         delta_value_dim=V,
     )
-    ours = GatedDeltaNet(config, nnx.Rngs(0))
+    our_layer = GatedDeltaNet(config, nnx.Rngs(0))
     qkvz = weights["in_proj_qkvz.weight"].T.reshape(D, K, -1)
     q, k, v, z = np.split(qkvz, np.cumsum([H, H, R * V]), axis=-1)
     b, a = np.split(weights["in_proj_ba.weight"].T.reshape(D, K, 2 * R), 2, axis=-1)
     taps = np.split(weights["conv1d.weight"][:, 0], [K * H, 2 * K * H])
     for parameter, values in (
-        (ours.query.weight, q),
-        (ours.key.weight, k),
-        (ours.value.weight, v),
-        (ours.gate.weight, z),
-        (ours.beta.weight, b),
-        (ours.dt.weight, a),
-        (ours.query_taps, taps[0]),
-        (ours.key_taps, taps[1]),
-        (ours.value_taps, taps[2]),
-        (ours.A_log, weights["A_log"]),
-        (ours.dt_bias, weights["dt_bias"]),
-        (ours.output_norm.scale, weights["norm.weight"]),
-        (ours.output.weight, weights["out_proj.weight"].T),
+        (our_layer.query.weight, q),
+        (our_layer.key.weight, k),
+        (our_layer.value.weight, v),
+        (our_layer.gate.weight, z),
+        (our_layer.beta.weight, b),
+        (our_layer.dt.weight, a),
+        (our_layer.query_taps, taps[0]),
+        (our_layer.key_taps, taps[1]),
+        (our_layer.value_taps, taps[2]),
+        (our_layer.A_log, weights["A_log"]),
+        (our_layer.dt_bias, weights["dt_bias"]),
+        (our_layer.output_norm.scale, weights["norm.weight"]),
+        (our_layer.output.weight, weights["out_proj.weight"].T),
     ):
         parameter[...] = jnp.asarray(values.reshape(parameter.shape))
     x = rng.normal(size=(2, 70, D)).astype(np.float32)
-    found, _ = ours(jnp.asarray(x), Execution(), NO_CONTEXT, None, False)
-    right = theirs(torch.tensor(x)).detach().numpy()
-    assert np.abs(found - right).max() < 1e-5 * np.abs(right).max()
+    actual, _ = our_layer(jnp.asarray(x), Execution(), NO_CONTEXT, None, False)
+    expected = their_layer(torch.tensor(x)).detach().numpy()
+    assert np.abs(actual - expected).max() < 1e-5 * np.abs(expected).max()

@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks: against its recurrence, and against transformers."""
+"""The chunked gated delta rule agrees with its recurrence and with transformers."""
 
 from functools import partial
 from itertools import pairwise
@@ -22,7 +22,7 @@ V = 12
 
 
 class Case(NamedTuple):
-    """How keys resemble each other, and how strongly a token decays the state."""
+    """A case sets how much keys differ, and how strongly a token decays the state."""
 
     noise: float
     decay: float
@@ -37,7 +37,7 @@ CASES = {
 
 
 def draw(case: str, length: int) -> DeltaInputs:
-    """Draw inputs without starts, in float32."""
+    """Draw float32 inputs without starts of documents."""
     rng = np.random.default_rng(1)
     noise, decay = CASES[case]
     q, k = rng.normal(size=(2, B, length, K, H))
@@ -51,7 +51,7 @@ def draw(case: str, length: int) -> DeltaInputs:
     return DeltaInputs(*map(jnp.asarray, arrays), jnp.zeros((B, length), bool))
 
 
-def empty() -> jax.Array:
+def empty_state() -> jax.Array:
     return jnp.zeros((B, K, R, H, V))
 
 
@@ -63,36 +63,43 @@ def weighted_sum(inputs: DeltaInputs, state: jax.Array, weights: jax.Array):
     return jnp.sum(delta_rule(inputs, state, jnp.float32)[0] * weights)
 
 
-def by_head(x):
-    """Return [B, T, N, ...] of [B, T, K, R, ...], or of [B, T, K, H] for all heads."""
+def merge_heads(x):
+    """Merge the two head dims: [B, T, K, R, ...] becomes [B, T, N, ...]."""
     return x.reshape(*x.shape[:2], K * R, *x.shape[4:])
 
 
-def expected(q, k, v, g, beta):
+def run_recurrence(q, k, v, g, beta):
     """Run the recurrence of the tests' reference, in the dtype of its arguments."""
     q, k = (jnp.repeat(x, R, axis=2) for x in (q, k))
-    return recurrence(q, k, *map(by_head, (v, jnp.exp(g), beta)))
+    return recurrence(q, k, *map(merge_heads, (v, jnp.exp(g), beta)))
 
 
-def error(found, right) -> float:
-    found, right = (np.asarray(x, np.float64) for x in (found, right))
-    return float(np.abs(found - right.reshape(found.shape)).max() / np.abs(right).max())
+def error(actual, expected) -> float:
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    return float(
+        np.abs(actual - expected.reshape(actual.shape)).max() / np.abs(expected).max()
+    )
 
 
-def in_float64(function, *arrays):
+def run_in_float64(function, *arrays):
     with (
         jax.enable_x64(True),
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),
     ):
-        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
-        return jax.tree.map(np.asarray, jax.jit(function)(*wide))
+        wide_arrays = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        return jax.tree.map(np.asarray, jax.jit(function)(*wide_arrays))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_chunks_equal_the_recurrence(case):
     inputs = draw(case, 150)
-    assert error(run(inputs, empty())[0], in_float64(expected, *inputs[:5])) < 1e-5
+    assert (
+        error(
+            run(inputs, empty_state())[0], run_in_float64(run_recurrence, *inputs[:5])
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("case", ["usual", "similar", "steep"])
@@ -100,58 +107,62 @@ def test_gradients_equal_those_of_the_recurrence(case):
     inputs = draw(case, 100)
     weights = np.random.default_rng(2).normal(size=inputs.values.shape)
     weights = jnp.asarray(weights, jnp.float32)
-    found = jax.grad(weighted_sum, allow_int=True)(inputs, empty(), weights)
+    grads = jax.grad(weighted_sum, allow_int=True)(inputs, empty_state(), weights)
 
     def loss(weights, *arrays):
-        return jnp.sum(expected(*arrays) * by_head(weights))
+        return jnp.sum(run_recurrence(*arrays) * merge_heads(weights))
 
-    right = in_float64(jax.grad(loss, (1, 2, 3, 4, 5)), weights, *inputs[:5])
-    for name, one, other in zip(DeltaInputs._fields, found, right, strict=False):
-        assert error(one, other) < 1e-5, name
+    expected = run_in_float64(jax.grad(loss, (1, 2, 3, 4, 5)), weights, *inputs[:5])
+    for name, grad, expected_grad in zip(
+        DeltaInputs._fields, grads, expected, strict=False
+    ):
+        assert error(grad, expected_grad) < 1e-5, name
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_single_positions_equal_chunks(case):
     inputs = draw(case, 70)
     inputs = inputs._replace(starts=inputs.starts.at[:, 66].set(True))
-    whole, end = run(inputs, empty())
-    _, state = run(jax.tree.map(lambda x: x[:, :65], inputs), empty())
+    outputs, last_state = run(inputs, empty_state())
+    _, state = run(jax.tree.map(lambda x: x[:, :65], inputs), empty_state())
     for t in range(65, 70):
         step = jax.tree.map(lambda x, t=t: x[:, t : t + 1], inputs)
         o, state = run(step, state)
-        assert error(o[:, 0], whole[:, t]) < 1e-5
-    assert error(state, end) < 1e-5
+        assert error(o[:, 0], outputs[:, t]) < 1e-5
+    assert error(state, last_state) < 1e-5
 
 
-def test_documents_in_a_row_are_as_if_alone():
-    """Starts at the first position of a chunk, inside of it, and twice in one."""
+def test_packed_documents_give_the_results_they_give_alone():
+    """Documents start at the first position of a chunk, inside it, and twice in one."""
     bounds = (0, 40, 64, 70, 150)
     inputs = draw("usual", bounds[-1])
     starts = inputs.starts.at[:, jnp.array(bounds[1:-1])].set(True)
     packed = inputs._replace(starts=starts)
     values_and_grads = jax.value_and_grad(weighted_sum, allow_int=True)
-    whole, last = run(packed, empty())
+    outputs, last_state = run(packed, empty_state())
     for start, stop in pairwise(bounds):
-        alone = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], inputs)
-        o, state = run(alone, empty())
-        assert error(whole[:, start:stop], o) < 1e-5
+        document = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], inputs)
+        o, state = run(document, empty_state())
+        assert error(outputs[:, start:stop], o) < 1e-5
         weights = jnp.zeros_like(packed.values).at[:, start:stop].set(1.0)
-        _, grads = values_and_grads(packed, empty(), weights)
-        _, grads_alone = values_and_grads(alone, empty(), jnp.ones_like(alone.values))
-        for name, one, other in zip(
+        _, grads = values_and_grads(packed, empty_state(), weights)
+        _, grads_alone = values_and_grads(
+            document, empty_state(), jnp.ones_like(document.values)
+        )
+        for name, grad, grad_alone in zip(
             DeltaInputs._fields[:5], grads, grads_alone, strict=False
         ):
-            assert error(one[:, start:stop], other) < 1e-5, name
-            outside = np.delete(one, np.s_[start:stop], axis=1)
+            assert error(grad[:, start:stop], grad_alone) < 1e-5, name
+            outside = np.delete(grad, np.s_[start:stop], axis=1)
             assert not outside.any(), f"{name} of another document"
-    assert error(last, state) < 1e-5
+    assert error(last_state, state) < 1e-5
 
 
-def test_bfloat16_operands_cost_little():
+def test_bfloat16_operands_cost_little_accuracy():
     inputs = draw("similar", 150)
-    found, _ = delta_rule(inputs, empty(), jnp.bfloat16)
-    right = in_float64(expected, *inputs[:5]).reshape(found.shape)
-    assert np.sqrt(np.mean((found - right) ** 2) / np.mean(right**2)) < 1e-2
+    actual, _ = delta_rule(inputs, empty_state(), jnp.bfloat16)
+    expected = run_in_float64(run_recurrence, *inputs[:5]).reshape(actual.shape)
+    assert np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2)) < 1e-2
 
 
 def test_transformers_computes_the_same():
@@ -161,13 +172,13 @@ def test_transformers_computes_the_same():
 
     for length in (1, 64, 150):
         inputs = draw("usual", length)
-        found = run(inputs, empty())
-        q, k, *others = (torch.tensor(np.asarray(x)) for x in inputs[:5])
-        arguments = q * H**0.5, k, *map(by_head, others)
+        actual = run(inputs, empty_state())
+        q, k, *remaining = (torch.tensor(np.asarray(x)) for x in inputs[:5])
+        arguments = q * H**0.5, k, *map(merge_heads, remaining)
         for rule in (
             qwen.torch_recurrent_gated_delta_rule,
             qwen.torch_chunk_gated_delta_rule,
         ):
-            right = rule(*arguments, output_final_state=True)
-            for one, other in zip(found, right, strict=True):
-                assert error(one, other.numpy()) < 1e-5
+            expected = rule(*arguments, output_final_state=True)
+            for array, expected_array in zip(actual, expected, strict=True):
+                assert error(array, expected_array.numpy()) < 1e-5

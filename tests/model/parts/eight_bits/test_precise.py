@@ -1,4 +1,4 @@
-"""Layers whose products keep their precision among others in eight bits."""
+"""Some layers keep their products in high precision while others use eight bits."""
 
 import jax
 import jax.numpy as jnp
@@ -54,37 +54,37 @@ def run(graph, params, x_BTD, execution, precise, taps=None):
     return x_BTD
 
 
-def one_by_one(graph, params, x_BTD):
+def run_one_by_one(graph, params, x_BTD):
     for i, precise in enumerate(FLAGS):
-        own = jax.tree.map(lambda p, i=i: p[i : i + 1], params)
+        layer_params = jax.tree.map(lambda p, i=i: p[i : i + 1], params)
         execution = Execution() if precise else EIGHT
-        x_BTD = run(graph, own, x_BTD, execution, [False])
+        x_BTD = run(graph, layer_params, x_BTD, execution, [False])
     return x_BTD
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_each_layer_multiplies_as_it_is_told(stack, x_BTD, remat):
+def test_each_layer_multiplies_in_its_own_precision(stack, x_BTD, remat):
     graph, params = stack
     execution = EIGHT._replace(remat=remat)
 
     def loss(function):
         return jax.jit(jax.value_and_grad(lambda p: jnp.sum(function(p) ** 2)))
 
-    found, grads = loss(lambda p: run(graph, p, x_BTD, execution, FLAGS))(params)
-    wanted, others = loss(lambda p: one_by_one(graph, p, x_BTD))(params)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    actual, grads = loss(lambda p: run(graph, p, x_BTD, execution, FLAGS))(params)
+    expected, expected_grads = loss(lambda p: run_one_by_one(graph, p, x_BTD))(params)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), grads, others
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), grads, expected_grads
     )
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_no_weight_is_kept_a_second_time(stack, x_BTD, remat):
-    """What a branch keeps of its arguments is stacked: it must be no weight."""
+def test_no_weight_is_saved_a_second_time(stack, x_BTD, remat):
+    """A branch stacks the arguments that it saves, so it must save no weight."""
     graph, params = stack
 
-    def kept(precise):
+    def saved_shapes(precise):
         execution = EIGHT._replace(remat=remat)
         step = jax.grad(lambda p: jnp.sum(run(graph, p, x_BTD, execution, precise)))
         loops = [
@@ -93,14 +93,15 @@ def test_no_weight_is_kept_a_second_time(stack, x_BTD, remat):
         forward, _ = loops
         return sorted(str(v.aval) for v in forward.outvars if v.aval.ndim > 2)
 
-    mixed = kept(FLAGS)
-    assert not any("[3,16,24]" in array or "[3,24,16]" in array for array in mixed)
-    if remat != "none":  # else activations that both make are kept in other places
-        assert mixed == kept([False] * 3)
+    shapes = saved_shapes(FLAGS)
+    assert not any("[3,16,24]" in array or "[3,24,16]" in array for array in shapes)
+    # Without recomputation, activations that both branches make are saved elsewhere.
+    if remat != "none":
+        assert shapes == saved_shapes([False] * 3)
 
 
-def test_what_precise_layers_round_is_nothing(stack, x_BTD):
-    """Of int8 the largest value of each row is its largest."""
+def test_precise_layers_round_nothing(stack, x_BTD):
+    """The largest value of each row becomes int8's largest, so rounding is visible."""
     int8 = RECIPES[ComputeDtype.int8](emulated=True)
     taps = Taps()
     execution = Execution(numerics=Numerics(quantization=int8))

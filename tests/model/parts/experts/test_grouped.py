@@ -1,4 +1,4 @@
-"""Rows multiplied by the matrix of their own group, in each platform's body."""
+"""Rows are multiplied by the matrix of their group in the body of each platform."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ from model.parts.experts.grouped import grouped_product
 M = 200
 D = 24
 F = 40
-SIZES = {  # the last rows may be no one's
+SIZES = {  # The last rows may belong to no group.
     "mixed": [33, 0, 70, 1, 60],
     "all": [0, 0, 200, 0, 0],
     "none": [0, 0, 0, 0, 0],
@@ -34,7 +34,7 @@ def interpreted(monkeypatch):
         body = partial(getattr(grouped, name), interpret=True)
         monkeypatch.setattr(grouped, name, body)
     yield
-    # Other tests must not find what was traced here.
+    # Other tests must not reuse functions that were traced here.
     grouped.grouped_rows.clear_cache()
     grouped.grouped_matrices.clear_cache()
 
@@ -45,8 +45,8 @@ def operands(dtype="float32"):
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
-def plain(x, w, dy, sizes):
-    """The same in float64, a row at a time."""
+def multiply_each_row(x, w, dy, sizes):
+    """Return the product and its gradients in float64, a row at a time."""
     x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
     y = np.zeros_like(dy)
     dx = np.zeros_like(x)
@@ -67,33 +67,33 @@ def test_values_and_gradients_are_those_of_single_rows(interpreted, body, swappe
 
     @jax.jit
     def run(sizes):
-        y, back = jax.vjp(
+        y, pull_back = jax.vjp(
             lambda x, w: grouped_product(
                 x, w, sizes, jnp.float32, body, swapped=swapped
             ),
             x,
             w,
         )
-        return y, *back(dy)
+        return y, *pull_back(dy)
 
     for sizes in SIZES.values():
-        found = run(jnp.asarray(sizes, jnp.int32))
-        for a, b in zip(found, plain(x, w, dy, sizes), strict=True):
+        actual = run(jnp.asarray(sizes, jnp.int32))
+        for a, b in zip(actual, multiply_each_row(x, w, dy, sizes), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-        y, dx, _ = found
+        y, dx, _ = actual
         assert not y[sum(sizes) :].any()
         assert not dx[sum(sizes) :].any()
 
 
 @pytest.mark.parametrize("body", Grouped)
 def test_operands_are_rounded_and_sums_are_not(interpreted, body):
-    fine = jnp.float32(1 + 2**-12)  # bfloat16 has 8 bits
-    x = jnp.full((M, D), fine)
-    w = jnp.full((1, D, F), fine)
+    value = jnp.float32(1 + 2**-12)  # bfloat16 has 8 bits of precision.
+    x = jnp.full((M, D), value)
+    w = jnp.full((1, D, F), value)
     sizes = jnp.asarray([M], jnp.int32)
 
     def total(x, w):
-        return (fine * grouped_product(x, w, sizes, jnp.bfloat16, body)).sum()
+        return (value * grouped_product(x, w, sizes, jnp.bfloat16, body)).sum()
 
     dx, dw = jax.grad(total, (0, 1))(x, w)
     assert dx.dtype == dw.dtype == jnp.float32
@@ -106,16 +106,16 @@ def test_operands_are_rounded_and_sums_are_not(interpreted, body):
 
 @pytest.mark.parametrize("body", [Grouped.scan, Grouped.ragged])
 def test_in_float8_all_three_products_have_rounded_operands(body):
-    def rounded(x):
+    def round_to_float8(x):
         values, scale = to_float8(x, FORWARD, float8_scale(x, FORWARD))
         return values.astype(jnp.float32) * scale
 
     x, w, dy = operands()
     sizes = jnp.asarray(SIZES["mixed"], jnp.int32)
     float8 = RECIPES[ComputeDtype.float8](emulated=True)
-    y, back = jax.vjp(
+    y, pull_back = jax.vjp(
         lambda x, w: grouped_product(x, w, sizes, jnp.float32, body, float8), x, w
     )
-    expected = plain(*map(rounded, (x, w, dy)), SIZES["mixed"])
-    for a, b in zip((y, *back(dy)), expected, strict=True):
+    expected = multiply_each_row(*map(round_to_float8, (x, w, dy)), SIZES["mixed"])
+    for a, b in zip((y, *pull_back(dy)), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)

@@ -41,7 +41,7 @@ WEIGHT = rng.normal(size=(D, E)).astype(np.float32) * D**-0.5
 BIAS = rng.normal(size=E).astype(np.float32) * 0.2
 
 
-def a_router(weight=WEIGHT, bias=None, **choices):
+def make_router(weight=WEIGHT, bias=None, **choices):
     """Return a router of these weights."""
     dim, experts = weight.shape
     k = choices.pop("experts_per_token", K)
@@ -66,7 +66,7 @@ def choose(router, x, segment_ids=None):
     return (*jax.device_get(choice), routing)
 
 
-def theirs(name, weight, bias):
+def choose_in_transformers(name, weight, bias):
     """Return experts and weights of a router in transformers."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -96,8 +96,8 @@ def theirs(name, weight, bias):
     return experts.numpy(), weights.numpy()
 
 
-def by_expert(experts, weights):
-    """Return the weight of each expert [N, E], which is 0 for others."""
+def weights_by_expert(experts, weights):
+    """Return weights [N, E], which are 0 for experts that are not chosen."""
     dense = np.zeros((N, E), np.float32)
     np.put_along_axis(dense, experts.reshape(N, -1), weights.reshape(N, -1), axis=1)
     return dense
@@ -106,32 +106,34 @@ def by_expert(experts, weights):
 @pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize("case", ["usual", "negative biases", "a group of zeros"])
 def test_choices_are_those_of_transformers(name, case):
-    """With biases near -2, each ranked score is below 0."""
+    """Biases near -2 make each ranked score negative."""
     weight = WEIGHT.copy()
     bias = BIAS.copy()
     if case == "negative biases":
         bias -= 2
     if case == "a group of zeros":
         weight[0, 8:16] = -1e4  # The first dim of each token is positive.
-    expected_experts, expected_weights = theirs(name, weight, bias)
+    expected_experts, expected_weights = choose_in_transformers(name, weight, bias)
     has_bias = ROUTERS[name].get("router") is Scores.sigmoid
-    router = a_router(weight, bias if has_bias else None, **ROUTERS[name])
+    router = make_router(weight, bias if has_bias else None, **ROUTERS[name])
     experts, weights, _ = choose(router, TOKENS[None])
     np.testing.assert_array_equal(
         np.sort(experts[0], axis=1), np.sort(expected_experts, axis=1)
     )
     np.testing.assert_allclose(
-        by_expert(experts, weights),
-        by_expert(expected_experts, expected_weights),
+        weights_by_expert(experts, weights),
+        weights_by_expert(expected_experts, expected_weights),
         atol=1e-6 * ROUTERS[name].get("routed_scaling", 1.0),
     )
 
 
 def test_a_tie_is_between_equal_experts():
     """Among equal scores any experts may be chosen, but with the same weights."""
-    tied = np.repeat(WEIGHT[:, ::8], 8, axis=1)  # each group has eight equal experts
-    expected_experts, expected_weights = theirs("V3", tied, np.zeros(E, np.float32))
-    experts, weights, _ = choose(a_router(tied, np.zeros(E), **V3), TOKENS[None])
+    tied = np.repeat(WEIGHT[:, ::8], 8, axis=1)  # Each group has eight equal experts.
+    expected_experts, expected_weights = choose_in_transformers(
+        "V3", tied, np.zeros(E, np.float32)
+    )
+    experts, weights, _ = choose(make_router(tied, np.zeros(E), **V3), TOKENS[None])
     for row in range(N):
         assert len({*experts[0, row]}) == K
         assert {*experts[0, row] // 8} <= {*expected_experts[row] // 8}
@@ -141,23 +143,23 @@ def test_a_tie_is_between_equal_experts():
 
 
 def test_experts_outside_the_best_groups_are_never_chosen():
-    """Of each token, by a loop over groups; all ranked scores are negative."""
+    """A loop over groups finds a token's experts. All ranked scores are negative."""
     bias = BIAS - 2
     for best in (1, 2, 3):
-        router = a_router(bias=bias, **(V3 | {"router_group_best": best}))
+        router = make_router(bias=bias, **(V3 | {"router_group_best": best}))
         experts, *_ = choose(router, TOKENS[None])
         ranked = 1 / (1 + np.exp(-TOKENS @ WEIGHT)) + bias
         for token in range(N):
             groups = np.sort(ranked[token].reshape(8, 8), axis=1)
-            kept = np.argsort(groups[:, -best:].sum(axis=1))[-3:]
-            candidates = [e for e in range(E) if e // 8 in kept]
+            best_groups = np.argsort(groups[:, -best:].sum(axis=1))[-3:]
+            candidates = [e for e in range(E) if e // 8 in best_groups]
             expected = sorted(candidates, key=lambda e: ranked[token, e])[-K:]
             assert {*experts[0, token]} == {*expected}
 
 
 def test_scores_of_zero_give_weights_and_gradients_of_zero():
     sequence_loss = {"router_sequence_aux_weight": 1.0}
-    router = a_router(np.full((D, E), -30.0), np.zeros(E), **V3, **sequence_loss)
+    router = make_router(np.full((D, E), -30.0), np.zeros(E), **V3, **sequence_loss)
 
     def total(x):
         choice, routing = router(x, None, Execution())
@@ -171,7 +173,7 @@ def test_scores_of_zero_give_weights_and_gradients_of_zero():
 
 @pytest.mark.parametrize("scores", Scores)
 def test_each_row_has_its_own_balance_loss(scores):
-    """As a loop over rows, experts and tokens computes it, without padding."""
+    """A loop over rows, experts and tokens computes the same loss without padding."""
     B = 3
     T = 10
     E = 8
@@ -181,7 +183,7 @@ def test_each_row_has_its_own_balance_loss(scores):
     lengths = [10, 7, 0]
     x = TOKENS[: B * T].reshape(B, T, D)
     segment_ids = np.array([[t < length for t in range(T)] for length in lengths])
-    router = a_router(
+    router = make_router(
         weight, experts_per_token=k, router=scores, router_sequence_aux_weight=rate
     )
     experts, _, routing = choose(router, x, jnp.asarray(segment_ids, jnp.int32))
@@ -214,9 +216,9 @@ def test_a_gate_multiplies_the_shared_experts():
         return outputs()
 
     gate = rng.normal(size=16)
-    half = with_gate(np.zeros(16))
-    found = with_gate(gate)
+    half_output = with_gate(np.zeros(16))
+    output = with_gate(gate)
     shared = experts.shared(x, Execution(), CallContext())
     factor = 1 / (1 + np.exp(-np.asarray(x) @ gate))[..., None] - 0.5
-    np.testing.assert_allclose(found - half, factor * shared, atol=1e-5)
+    np.testing.assert_allclose(output - half_output, factor * shared, atol=1e-5)
     assert np.abs(factor * shared).max() > 0.1

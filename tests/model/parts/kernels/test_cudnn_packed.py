@@ -1,7 +1,7 @@
-"""Documents by offsets: what cuDNN is told, and what comes of doing as it is told.
+"""Packed attention passes cuDNN the offsets of documents, and gets the right results.
 
-No GPU is here: a stand-in reads lengths and offsets as cuDNN documents them, finds its
-arrays by these alone, and leaves nonsense wherever no document of the call lies.
+No GPU is needed. A stand-in reads lengths and offsets as cuDNN documents them, finds
+its arrays by these alone, and leaves NaN wherever no document of the call lies.
 """
 
 from types import SimpleNamespace
@@ -27,20 +27,20 @@ K = 2
 H = 8
 DOCUMENTS = np.array(
     [
-        [1, 1, 1, 2, 3, 3, 3, 3, 3, 4, 4, 5],  # three turns of two
-        [7] * T,  # one document, as long as the row
-        [1] * 5 + [2] * 5 + [0] * 2,  # padding behind them
+        [1, 1, 1, 2, 3, 3, 3, 3, 3, 4, 4, 5],  # Five documents take three turns.
+        [7] * T,  # One document fills the row.
+        [1] * 5 + [2] * 5 + [0] * 2,  # Padding follows the documents.
     ],
     np.int32,
 )
 
 
-def formula(operands, window):
+def attend_by_offsets(operands, window):
     """Attend inside the documents that lengths and offsets name, by the formula.
 
     Returns:
-        Outputs, log-sum-exps [D, N, T] of the documents, which of these are of a
-        document, and which positions are.
+        The outputs, the log-sum-exps [D, N, T] of the documents, the mask of the
+        log-sum-exps inside a document, and the mask of the positions inside one.
     """
     q, k, v, _, lengths, _, offsets, kv_offsets = operands[:8]
     D = lengths.size
@@ -52,23 +52,23 @@ def formula(operands, window):
         (position >= start[:, None]) & (position < start[:, None] + length)
         for start in (starts, kv_starts)
     )
-    same = (inside[:, :, None] & inside_keys[:, None]).any(0)
+    same_document = (inside[:, :, None] & inside_keys[:, None]).any(0)
     distance = position.T - position
-    seen = same & (distance >= 0) & (distance < (window or T))
+    visible = same_document & (distance >= 0) & (distance < (window or T))
     q, k, v = (x.reshape(B * T, -1, H) for x in (q, k, v))
     k, v = (jnp.repeat(x, N // K, 1) for x in (k, v))
-    scores = jnp.where(seen[None], jnp.einsum("tnh,snh->nts", q, k) * H**-0.5, -1e30)
+    scores = jnp.where(visible[None], jnp.einsum("tnh,snh->nts", q, k) * H**-0.5, -1e30)
     lse = jax.nn.logsumexp(scores, -1)
     o = jnp.einsum("nts,snh->tnh", jnp.exp(scores - lse[..., None]), v)
-    at = jnp.minimum(starts[:, None] + jnp.arange(T)[None], B * T - 1)
+    indices = jnp.minimum(starts[:, None] + jnp.arange(T)[None], B * T - 1)
     used = (jnp.arange(T)[None] < length)[:, None]
     inside = inside.any(0).reshape(B, T, 1, 1)
-    return o.reshape(B, T, N, H), lse[:, at].swapaxes(0, 1), used, inside
+    return o.reshape(B, T, N, H), lse[:, indices].swapaxes(0, 1), used, inside
 
 
 def forward(*operands, is_training, mask_type, scale, sliding_window_length, **_):
     assert (mask_type.name, scale, is_training) == ("PADDING_CAUSAL", H**-0.5, True)
-    o, lse, used, inside = formula(operands, sliding_window_length)
+    o, lse, used, inside = attend_by_offsets(operands, sliding_window_length)
     return jnp.where(inside, o, jnp.nan), jnp.where(used, lse, jnp.nan)
 
 
@@ -77,15 +77,15 @@ def backward(*operands, mask_type, scale, sliding_window_length, **_):
     lse, o, do = operands[10:]
 
     def attend(q, k, v):
-        o, *others = formula((q, k, v, *operands[3:]), sliding_window_length)
-        return o, others
+        o, *aux = attend_by_offsets((q, k, v, *operands[3:]), sliding_window_length)
+        return o, aux
 
-    right, back, (right_lse, used, inside) = jax.vjp(
+    expected_o, pull_back, (expected_lse, used, inside) = jax.vjp(
         attend, *operands[:3], has_aux=True
     )
-    error = jnp.where(used, jnp.abs(lse - right_lse), 0).max()
-    error += jnp.where(inside, jnp.abs(o - right), 0).max()
-    grads = back(jnp.where(inside, do, 0))
+    error = jnp.where(used, jnp.abs(lse - expected_lse), 0).max()
+    error += jnp.where(inside, jnp.abs(o - expected_o), 0).max()
+    grads = pull_back(jnp.where(inside, do, 0))
     return [jnp.where(inside & (error < 1e-4), grad, jnp.nan) for grad in grads]
 
 
@@ -99,10 +99,10 @@ def stand_in(monkeypatch):
 
 
 def gradients(kernel, documents, window):
-    """Give the result, and the gradients for a cotangent that is not constant."""
-    drawn = np.random.default_rng(0)
+    """Return the gradients for a cotangent that is not constant, and the result."""
+    rng = np.random.default_rng(0)
     operands = [
-        jnp.asarray(drawn.normal(size=(B, T, heads, H)), jnp.float32)
+        jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.float32)
         for heads in (N, K, K)
     ]
 
@@ -116,16 +116,16 @@ def gradients(kernel, documents, window):
 
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 2])
-def test_documents_by_offsets_are_documents_by_mask(stand_in, window):
+def test_offsets_give_the_same_attention_as_a_mask(stand_in, window):
     documents = jnp.asarray(DOCUMENTS)
-    found = gradients(Attention.cudnn_packed, documents, window)
+    actual = gradients(Attention.cudnn_packed, documents, window)
     expected = gradients(Attention.xla, documents, window)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-6)
 
 
-def lowered(kernel):
-    """Lower one layer's attention with its gradient for a GPU that is not here."""
+def lower_for_gpu(kernel):
+    """Return the attention of a layer and its gradient, lowered for an absent GPU."""
     rows = 2
     length = 96
 
@@ -143,8 +143,8 @@ def lowered(kernel):
 
 
 def test_no_mask_is_built():
-    """One loop forward, one backward, in each one kernel that is told offsets."""
-    text = lowered(Attention.cudnn_packed)
+    """Each pass has one loop, and each loop one kernel that takes offsets."""
+    text = lower_for_gpu(Attention.cudnn_packed)
     assert text.count("stablehlo.while") == 2
     assert (
         text.count('@"__cudnn$fmhaSoftmax"') + text.count("@__cudnn$fmhaSoftmax(") == 1

@@ -1,4 +1,4 @@
-"""Latent attention beside transformers', and with a cache."""
+"""Latent attention agrees with transformers, and gives the same with a cache."""
 
 import dataclasses
 import itertools
@@ -32,28 +32,28 @@ CONFIG = ModelConfig(
 T = 12
 
 
-def yarn(**more: float) -> RopeScaling:
+def yarn(**options: float) -> RopeScaling:
     return RopeScaling(
-        Scaling.yarn, factor=8.0, original_length=4, fast_turns=2.0, **more
+        Scaling.yarn, factor=8.0, original_length=4, fast_turns=2.0, **options
     )
 
 
-def layer_of(config: ModelConfig):
-    """Return a layer none of whose parameters is what it was drawn."""
+def make_layer(config: ModelConfig):
+    """Return a layer with every parameter moved from its initial value."""
     layer = LatentAttention(config, nnx.Rngs(0))
     graph, params = nnx.split(layer)
     rng = np.random.default_rng(1)
-    drawn = jax.tree.map(
+    moved_params = jax.tree.map(
         lambda x: x + jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), params
     )
-    return graph, drawn
+    return graph, moved_params
 
 
 def rows(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
-def attend_in(graph, config, params, x, positions=None, cache=None):
+def apply_layer(graph, config, params, x, positions=None, cache=None):
     """Return the layer's output and the cache."""
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
@@ -62,35 +62,35 @@ def attend_in(graph, config, params, x, positions=None, cache=None):
 
 
 def order(dim: int) -> list[int]:
-    """Where our rotated dims lie among theirs: they rotate neighbours."""
+    """Return the index of each rotated dim in transformers, which pairs neighbours."""
     return [*range(0, dim, 2), *range(1, dim, 2)]
 
 
 def their_weights(params, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Lay weights out as theirs are: [outputs, inputs], and pairs side by side."""
+    """Lay out weights as transformers does: [outputs, inputs], with adjacent pairs."""
     R = config.rope_head_dim
-    back = np.argsort(order(R))
+    inverse = np.argsort(order(R))
 
     def interleave(weight):
         weight = np.asarray(weight)
-        return np.concatenate([weight[..., :-R], weight[..., -R:][..., back]], -1)
+        return np.concatenate([weight[..., :-R], weight[..., -R:][..., inverse]], -1)
 
-    def laid_out(weight, inputs: int = 1):
+    def flatten(weight, inputs: int = 1):
         weight = np.asarray(weight)
         return weight.reshape(np.prod(weight.shape[:inputs]), -1).T
 
-    found = {
-        "kv_a_proj_with_mqa": laid_out(interleave(params["key_value_down"]["weight"])),
+    weights = {
+        "kv_a_proj_with_mqa": flatten(interleave(params["key_value_down"]["weight"])),
         "kv_a_layernorm": np.asarray(params["key_value_norm"]["scale"]),
-        "kv_b_proj": laid_out(params["key_value_up"]["weight"]),
-        "o_proj": laid_out(params["output"]["weight"], 2),
+        "kv_b_proj": flatten(params["key_value_up"]["weight"]),
+        "o_proj": flatten(params["output"]["weight"], 2),
     }
     if config.query_rank is None:
-        return found | {"q_proj": laid_out(interleave(params["query"]["weight"]))}
-    return found | {
-        "q_a_proj": laid_out(params["query_down"]["weight"]),
+        return weights | {"q_proj": flatten(interleave(params["query"]["weight"]))}
+    return weights | {
+        "q_a_proj": flatten(params["query_down"]["weight"]),
         "q_a_layernorm": np.asarray(params["query_norm"]["scale"]),
-        "q_b_proj": laid_out(interleave(params["query_up"]["weight"])),
+        "q_b_proj": flatten(interleave(params["query_up"]["weight"])),
     }
 
 
@@ -106,7 +106,9 @@ def their_weights(params, config: ModelConfig) -> dict[str, np.ndarray]:
         ("V3", 20, yarn(mscale=1.0, mscale_all_dim=1.0, attention_factor=1.3)),
     ],
 )
-def test_a_layer_and_its_gradients_are_transformers(version, query_rank, scaling):
+def test_outputs_and_gradients_equal_those_of_transformers(
+    version, query_rank, scaling
+):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     module = getattr(transformers.models, f"deepseek_{version.lower()}")
@@ -133,52 +135,56 @@ def test_a_layer_and_its_gradients_are_transformers(version, query_rank, scaling
         rope_parameters=rope,
         attn_implementation="eager",
     )
-    theirs = getattr(module, f"Deepseek{version}Attention")(settings, 0)
+    their_layer = getattr(module, f"Deepseek{version}Attention")(settings, 0)
     rotary = getattr(module, f"Deepseek{version}RotaryEmbedding")(settings)
-    graph, params = layer_of(config)
+    graph, params = make_layer(config)
     weights = their_weights(nnx.to_pure_dict(params), config)
-    parameters = {k.removesuffix(".weight"): v for k, v in theirs.named_parameters()}
+    parameters = {
+        k.removesuffix(".weight"): v for k, v in their_layer.named_parameters()
+    }
     assert parameters.keys() == weights.keys()
     for name, weight in weights.items():
         parameters[name].data = torch.tensor(weight)
     x = rows(2, T, 24)
     cotangent = np.sin(np.arange(2 * T * 24)).reshape(2, T, 24)
     their_x = torch.tensor(np.asarray(x), requires_grad=True)
-    later = torch.triu(torch.full((T, T), -torch.inf), 1)[None, None]
+    future_mask = torch.triu(torch.full((T, T), -torch.inf), 1)[None, None]
     rotations = rotary(their_x, torch.arange(T)[None])
-    expected = theirs(their_x, position_embeddings=rotations, attention_mask=later)[0]
+    expected = their_layer(
+        their_x, position_embeddings=rotations, attention_mask=future_mask
+    )[0]
     (expected * torch.tensor(cotangent)).sum().backward()
 
     def loss(params, x):
-        y, _ = attend_in(graph, config, params, x)
+        y, _ = apply_layer(graph, config, params, x)
         return jnp.sum(y * cotangent), y
 
     (dparams, dx), y = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
-    close(y, expected.detach())
-    close(dx, their_x.grad)
+    assert_close(y, expected.detach())
+    assert_close(dx, their_x.grad)
     grads = their_weights(nnx.to_pure_dict(dparams), config)
     for name, grad in grads.items():
-        close(grad, parameters[name].grad)
+        assert_close(grad, parameters[name].grad)
 
 
-def close(found, expected, limit=1e-5):
-    """Compare with the largest of what is expected."""
+def assert_close(actual, expected, limit=1e-5):
+    """Check the error relative to the largest expected value."""
     expected = np.asarray(expected)
-    assert np.abs(found - expected).max() < limit * np.abs(expected).max()
+    assert np.abs(actual - expected).max() < limit * np.abs(expected).max()
 
 
 def test_attention_to_cached_latents_is_attention_to_the_row():
     scaling = yarn(mscale=1.0, mscale_all_dim=1.0)
     config = dataclasses.replace(CONFIG, rope_scaling=scaling)
-    graph, params = layer_of(config)
+    graph, params = make_layer(config)
     x = rows(2, T, 24)
-    attend = jax.jit(partial(attend_in, graph, config))
-    whole, _ = attend(params, x)
-    # What is not yet written is huge.
+    attend = jax.jit(partial(apply_layer, graph, config))
+    expected, _ = attend(params, x)
+    # Positions that are not yet written hold huge values.
     cache = Latents(jnp.full((2, 15, 22), 1e30), jnp.int32(0))
     for start, end in itertools.pairwise((0, 7, 8, T)):
         positions = jnp.broadcast_to(jnp.arange(start, end), (2, end - start))
         part = x[:, start:end]
         y, cache = attend(params, part, positions, cache)
-        close(y, whole[:, start:end])
+        assert_close(y, expected[:, start:end])
     assert cache.length == T

@@ -1,4 +1,4 @@
-"""Latents that travel around a ring: attention to the keys that they expand to."""
+"""Latents in a ring give attention to the keys and values that they expand to."""
 
 from functools import partial
 from types import ModuleType
@@ -31,24 +31,24 @@ AXES = ("context",)
 
 @pytest.fixture
 def one_width(monkeypatch):
-    """Replace cuDNN's kernel by one that, like it, takes a single head dim."""
+    """Replace cuDNN's kernel with a stand-in that also takes a single head dim."""
 
-    def checked(kernel, chunks, *args):
+    def check_dims(kernel, chunks, *args):
         assert chunks.q_BNTH.shape[-1] == chunks.v_BKSV.shape[-1]
         return kernel(chunks, *args)
 
     stand_in = ModuleType("stand_in")
-    forward = partial(checked, xla.forward)
-    backward = partial(checked, xla.backward)
+    forward = partial(check_dims, xla.forward)
+    backward = partial(check_dims, xla.backward)
     vars(stand_in).update(SCALES_QUERIES=True, forward=forward, backward=backward)
     monkeypatch.setitem(KERNELS, Attention.cudnn, stand_in)
 
 
-def on_ring(c: int, attention: Attention):
-    """Return the ring of c devices as a function of whole rows.
+def make_ring(c: int, attention: Attention):
+    """Return a function of whole rows that attends in a ring of c devices.
 
-    It takes queries, latents, the weight and segment ids, all of them in the order of a
-    ring, and returns the attention in that order.
+    It takes queries, latents, the weight and segment ids in the order of a ring, and
+    returns the attention in that order.
     """
     mesh = Mesh(jax.devices()[:c], AXES)
     rules = AxisRules(activations=(("batch", None), ("seq", "context")))
@@ -80,13 +80,13 @@ def ring_order(c: int, T: int) -> np.ndarray:
     return np.asarray(order(jnp.arange(T)[None]))[0]
 
 
-def expanded(q, latent, weight, seen):
+def attend_expanded(q, latent, weight, visible):
     """Attend to the keys and values of the latents of whole rows."""
     c = latent[..., :RANK]
     k_rope = latent[..., None, RANK:]
     kv = jnp.einsum("btr,rne->btne", c, weight)
     k = jnp.concatenate([kv[..., :NOPE], jnp.repeat(k_rope, N, axis=2)], axis=-1)
-    return attend(q, k, kv[..., NOPE:], seen)
+    return attend(q, k, kv[..., NOPE:], visible)
 
 
 @pytest.mark.usefixtures("one_width")
@@ -98,16 +98,16 @@ def expanded(q, latent, weight, seen):
         pytest.param(2, Attention.cudnn, marks=pytest.mark.slow),
     ],
 )
-def test_latents_in_a_ring_are_their_keys_and_values_in_float64(c, kernel):
-    """Also the gradients of queries, latents and the weight; documents are packed."""
+def test_a_ring_of_latents_is_attention_to_their_keys_in_float64(c, kernel):
+    """The gradients of queries, latents and the weight agree too. Rows are packed."""
     T = 4 * c
-    draw = np.random.default_rng(0).normal
+    normal = np.random.default_rng(0).normal
     shapes = (B, T, N, NOPE + ROPE), (B, T, RANK + ROPE), (RANK, N, NOPE + V)
-    *operands, do = [draw(size=shape) for shape in (*shapes, (B, T, N, V))]
+    *operands, do = [normal(size=shape) for shape in (*shapes, (B, T, N, V))]
     ids = np.stack([np.arange(T) // 5 + 1, np.ones(T)]).astype(np.int32)
-    seen = mask(T, None)[None, None] & (ids[:, None, :, None] == ids[:, None, None])
+    visible = mask(T, None)[None, None] & (ids[:, None, :, None] == ids[:, None, None])
     with jax.enable_x64(True):
-        attention = partial(expanded, seen=seen)
+        attention = partial(attend_expanded, visible=visible)
         o, transpose = jax.vjp(attention, *map(jnp.asarray, operands))
         expected = [np.asarray(x) for x in (o, *transpose(jnp.asarray(do)))]
     order = ring_order(c, T)
@@ -116,12 +116,14 @@ def test_latents_in_a_ring_are_their_keys_and_values_in_float64(c, kernel):
     def ring(q, latent, weight, do):
         def in_order(q, latent, weight):
             inputs = q[:, order], latent[:, order], weight, ids[:, order]
-            o = on_ring(c, kernel)(*inputs)
+            o = make_ring(c, kernel)(*inputs)
             return o[:, np.argsort(order)]
 
         o, transpose = jax.vjp(in_order, q, latent, weight)
         return o, *transpose(do)
 
-    found = ring(*(jnp.float32(x) for x in (*operands, do)))
-    for one, right in zip(found, expected, strict=True):
-        assert np.linalg.norm(one - right) < 3e-6 * np.linalg.norm(right)
+    actual = ring(*(jnp.float32(x) for x in (*operands, do)))
+    for array, expected_array in zip(actual, expected, strict=True):
+        assert np.linalg.norm(array - expected_array) < 3e-6 * np.linalg.norm(
+            expected_array
+        )

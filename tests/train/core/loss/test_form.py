@@ -1,4 +1,4 @@
-"""How the logits are divided: by platform, by shapes and by memory."""
+"""The platform, the shapes and the memory decide how logits are divided."""
 
 import itertools
 from dataclasses import replace
@@ -20,11 +20,11 @@ FSDP_256 = {"fsdp": 256}
 
 @pytest.fixture(scope="module")
 def form(composed):
-    """Choose the form for a Llama 3 8B with some other fields.
+    """Return a function that chooses the form for Llama 3 8B with fields changed.
 
     form(rows=(B, T), **model fields) -> LossForm
 
-    The mesh is fsdp 256 on TPUs unless it is given.
+    The default mesh is fsdp 256 on TPUs.
     """
     config = composed("model=llama3_8b")
 
@@ -52,16 +52,19 @@ def test_few_tokens_take_pieces_and_many_take_tiles(form):
 
     In float32 they need twice as much as in bfloat16.
     """
-    few = form((2, 4096))
-    assert few.ids is not None
-    assert few.ids % 128 == 0
-    assert str(few) == f"all positions and {few.ids:,} ids at once"
+    few_tokens = form((2, 4096))
+    assert few_tokens.ids is not None
+    assert few_tokens.ids % 128 == 0
+    assert str(few_tokens) == f"all positions and {few_tokens.ids:,} ids at once"
     assert form((2, 4096), dtype="float32").ids is None
     assert form((1, 4096), dtype="float32").ids is not None
-    many = form((4, 8192))
-    assert many.ids is None
-    assert 128 < many.positions < 8192
-    assert str(many) == f"{many.positions:,} positions of each row and all ids at once"
+    many_tokens = form((4, 8192))
+    assert many_tokens.ids is None
+    assert 128 < many_tokens.positions < 8192
+    assert (
+        str(many_tokens)
+        == f"{many_tokens.positions:,} positions of each row and all ids at once"
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,8 +102,8 @@ def test_a_tied_head_takes_the_pieces_of_an_untied_one(form):
 def test_a_tile_without_a_tpu_is_a_divisor_of_the_row(
     form, platform, T, V, chunk, expected
 ):
-    found = form((8, T), platform=platform, chunk=chunk, vocab_size=V)
-    assert found == LossForm(expected)
+    result = form((8, T), platform=platform, chunk=chunk, vocab_size=V)
+    assert result == LossForm(expected)
 
 
 @pytest.mark.parametrize("mesh", [{}, FSDP_256])
@@ -114,8 +117,8 @@ def test_an_explicit_chunk_and_a_small_vocabulary_take_tiles(form, mesh, platfor
 def bytes_of(form: LossForm, shape: tuple[int, int, int], V: int) -> float:
     """Count the bytes of logits, exponentials, the gathered weight and gradients.
 
-    The gradient of x counts only as far as pieces, which sum it in float32, need more
-    than tiles. With pieces a device has the gradient of 1/256 of the weight.
+    Pieces sum the gradient of x in float32; only what this adds to tiles is counted.
+    With pieces, a device has the gradient of 1/256 of the weight.
     """
     B, T, D = shape
     N = B * T
@@ -128,7 +131,7 @@ def bytes_of(form: LossForm, shape: tuple[int, int, int], V: int) -> float:
 def test_no_form_needs_more_memory_than_small_tiles_or_a_layer(form):
     """Tiles of 128 positions are small. A layer holds six arrays of each width.
 
-    Pieces may need a tenth more: their logits, and the float32 gradient of x.
+    Pieces may need a tenth more, for their logits and the float32 gradient of x.
     """
     kinds = set()
     for V, B, T, D, mlp_per_D in itertools.product(
@@ -139,15 +142,17 @@ def test_no_form_needs_more_memory_than_small_tiles_or_a_layer(form):
         (2, 4),
     ):
         F = mlp_per_D * D
-        found = form((B, T), vocab_size=V, embed_dim=D, mlp_dim=F)
-        small = LossForm(max(c for c in range(1, 129) if T % c == 0))
-        least = bytes_of(small, (B, T, D), V)
-        layer = 6 * 2 * B * T * (F + D)
-        limit = (1.1 if found.ids else 1) * max(least, layer)
-        assert T % found.positions == 0
-        assert found.positions >= small.positions
-        assert bytes_of(found, (B, T, D), V) <= limit, (V, B, T, D, F, found)
-        kinds.add("pieces" if found.ids else "small" if found == small else "large")
+        result = form((B, T), vocab_size=V, embed_dim=D, mlp_dim=F)
+        small_tiles = LossForm(max(c for c in range(1, 129) if T % c == 0))
+        small_bytes = bytes_of(small_tiles, (B, T, D), V)
+        layer_bytes = 6 * 2 * B * T * (F + D)
+        limit = (1.1 if result.ids else 1) * max(small_bytes, layer_bytes)
+        assert T % result.positions == 0
+        assert result.positions >= small_tiles.positions
+        assert bytes_of(result, (B, T, D), V) <= limit, (V, B, T, D, F, result)
+        kinds.add(
+            "pieces" if result.ids else "small" if result == small_tiles else "large"
+        )
     assert kinds == {"pieces", "small", "large"}
 
 

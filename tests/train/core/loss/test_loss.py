@@ -1,4 +1,4 @@
-"""The loss: in tiles or whole, sharded or not, the same sum."""
+"""The loss is the same sum in tiles or whole, sharded or not."""
 
 import re
 from dataclasses import replace
@@ -38,9 +38,9 @@ def params(program):
 
 @pytest.fixture(scope="module")
 def batch(program, store) -> Batch:
-    found = Order(store, program.config.data, 0).read(0)
-    assert (found.targets < 0).any()  # where documents end
-    return jax.tree.map(jnp.asarray, found)
+    first_batch = Order(store, program.config.data, 0).read(0)
+    assert (first_batch.targets < 0).any()  # Some documents end.
+    return jax.tree.map(jnp.asarray, first_batch)
 
 
 JITTED = {}
@@ -49,7 +49,7 @@ JITTED = {}
 def value_and_grads(program, params, batch, chunk):
     execution = program.execution
 
-    def on_a_device(params, batch):
+    def local_value_and_grads(params, batch):
         def loss(params):
             model = bind(program.model, params)
             sums = loss_sum(model, batch, execution, 0.1, chunk)
@@ -62,20 +62,20 @@ def value_and_grads(program, params, batch, chunk):
 
     key = (program.mesh, program.execution, program.config.model, chunk)
     if key not in JITTED:
-        everywhere = run_per_device(
-            on_a_device,
+        per_device = run_per_device(
+            local_value_and_grads,
             program.execution,
             program.infos,
             lambda specs: (REPLICATED, specs),
         )
-        JITTED[key] = jax.jit(everywhere)
+        JITTED[key] = jax.jit(per_device)
     params = jax.device_put(params, program.shardings.params)
     batch = jax.device_put(batch, program.batch_shardings)
     return jax.device_get(JITTED[key](params, batch))
 
 
-def close(a, b):
-    """Compare array by array, each error relative to the length of the whole."""
+def assert_close(a, b):
+    """Check the error of each array, relative to the norm of the expected array."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.linalg.norm(x - y) <= 2e-5 * np.linalg.norm(y)
 
@@ -105,7 +105,7 @@ def logits_of(model, params, batch, execution) -> np.ndarray:
 def test_ids_that_only_pad_the_vocabulary_have_no_probability(
     programs, batch, more, platform
 ):
-    """In training and in validation, whatever tiles and shards the vocabulary has."""
+    """The same holds in training and validation, for any tiles and any sharding."""
     program = programs("model.num_layers=1", *more, devices=8 if len(more) > 1 else 1)
     placement = replace(program.execution.placement, platform=platform)
     execution = program.execution._replace(placement=placement)
@@ -113,18 +113,18 @@ def test_ids_that_only_pad_the_vocabulary_have_no_probability(
     model = program.model
     execution = program.execution._replace(placement=ONE_DEVICE)
     params = program.init().params
-    placed = jax.device_put(batch, program.batch_shardings)
-    nats, targets = jax.device_get(program.eval_step(params, placed))
+    sharded_batch = jax.device_put(batch, program.batch_shardings)
+    nats, targets = jax.device_get(program.eval_step(params, sharded_batch))
     step = make_gradients(model, program.execution, program.recipe, num_tokens=257)
-    (loss,), grads, *_ = jax.device_get(jax.jit(step)(params, placed))
-    values = logits_of(model, jax.device_get(params), batch, execution)[..., :257]
-    values -= np.log(np.exp(values).sum(-1, keepdims=True))
+    (loss,), grads, *_ = jax.device_get(jax.jit(step)(params, sharded_batch))
+    log_probs = logits_of(model, jax.device_get(params), batch, execution)[..., :257]
+    log_probs -= np.log(np.exp(log_probs).sum(-1, keepdims=True))
     rows, columns = np.nonzero(batch.targets >= 0)
-    expected = -values[rows, columns, batch.targets[rows, columns]].sum()
+    expected = -log_probs[rows, columns, batch.targets[rows, columns]].sum()
     assert nats == pytest.approx(expected, rel=2e-6)
     assert loss == pytest.approx(nats / targets, rel=1e-6)
-    tied = program.config.model.tied_head
-    table = grads["embedding"]["weight"] if tied else grads["head"]["weight"].T
+    is_tied = program.config.model.tied_head
+    table = grads["embedding"]["weight"] if is_tied else grads["head"]["weight"].T
     assert (table[257:] == 0).all()
     assert (table[:257] != 0).any(axis=1).all()
 
@@ -135,14 +135,16 @@ def whole(program, params, batch):
 
 
 def test_in_tiles_the_loss_and_its_gradient_are_the_same(program, params, batch, whole):
-    close(value_and_grads(program, params, batch, 8), whole)
+    assert_close(value_and_grads(program, params, batch, 8), whole)
 
 
 @pytest.mark.parametrize(
     ("mesh", "chunk"),
     [((2, 2, 2), None), ((1, 2, 4), 8), ((4, 2, 1), 8)],
 )
-def test_wherever_the_weight_lies(programs, params, batch, whole, mesh, chunk):
+def test_the_loss_does_not_depend_on_the_mesh(
+    programs, params, batch, whole, mesh, chunk
+):
     shape = [
         f"mesh.{axis}={size}"
         for axis, size in zip(("data", "fsdp", "tensor"), mesh, strict=True)
@@ -150,7 +152,7 @@ def test_wherever_the_weight_lies(programs, params, batch, whole, mesh, chunk):
     program = programs("model.num_layers=1", *shape, devices=8)
     head = program.shardings.params["head"]["weight"].spec
     assert head == PartitionSpec("fsdp", "tensor")
-    close(value_and_grads(program, params, batch, chunk), whole)
+    assert_close(value_and_grads(program, params, batch, chunk), whole)
 
 
 @pytest.mark.parametrize(
@@ -165,36 +167,38 @@ def test_wherever_the_weight_lies(programs, params, batch, whole, mesh, chunk):
         ),
     ],
 )
-def test_other_rules_for_the_weight(programs, params, batch, whole, rules):
-    """Also those by which devices that share no rows share the weight."""
+def test_the_loss_does_not_depend_on_the_sharding_rules(
+    programs, params, batch, whole, rules
+):
+    """Some rules shard the vocabulary over devices that hold different rows."""
     shape = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
     program = programs("model.num_layers=1", *shape, *rules, devices=8)
-    close(value_and_grads(program, params, batch, 8), whole)
+    assert_close(value_and_grads(program, params, batch, 8), whole)
 
 
-def test_a_tied_table_in_tiles(programs, batch):
+def test_a_tied_table_has_the_same_loss_in_tiles(programs, batch):
     program = programs(
         "model.num_layers=1", "model.tied_head=true", "mesh.fsdp=8", devices=8
     )
     params = params_of(GPT(program.config.model, nnx.Rngs(1), MODEL_PARTS))
-    whole = value_and_grads(program, params, batch, None)
-    close(value_and_grads(program, params, batch, 8), whole)
+    expected = value_and_grads(program, params, batch, None)
+    assert_close(value_and_grads(program, params, batch, 8), expected)
 
 
-def test_it_is_the_cross_entropy_of_what_counts_with_the_z_loss(
+def test_the_loss_is_the_cross_entropy_of_targets_plus_the_z_loss(
     program, params, batch, whole
 ):
-    """Against numpy, from the logits."""
-    values = logits_of(program.model, params, batch, program.execution)
-    log_z = np.log(np.exp(values).sum(-1))
-    counts = np.asarray(batch.targets) >= 0
-    picked = np.take_along_axis(values, np.asarray(batch.targets)[..., None], -1)[
-        ..., 0
-    ]
-    nats = (log_z - picked)[counts].sum()
-    z = (log_z**2)[counts].sum()
-    (loss, found), _ = whole
-    assert float(found) == pytest.approx(nats, rel=1e-5)
+    """NumPy computes the expected values from the logits."""
+    logits = logits_of(program.model, params, batch, program.execution)
+    log_z = np.log(np.exp(logits).sum(-1))
+    has_target = np.asarray(batch.targets) >= 0
+    target_logits = np.take_along_axis(
+        logits, np.asarray(batch.targets)[..., None], -1
+    )[..., 0]
+    nats = (log_z - target_logits)[has_target].sum()
+    z = (log_z**2)[has_target].sum()
+    (loss, actual_nats), _ = whole
+    assert float(actual_nats) == pytest.approx(nats, rel=1e-5)
     assert float(loss) == pytest.approx(nats + 0.1 * z, rel=1e-5)
 
 
@@ -217,5 +221,5 @@ def test_a_large_vocabularys_logits_never_exist_at_once(program, tiled):
         data=replace(config.data, sequence_length=T, batch_size=B),
         train=replace(config.train, loss_chunk_tokens=None if tiled else T),
     )
-    found = largest_float(make_program(config, jax.devices()[:1]))
-    assert found == (B * 128 * V if tiled else B * T * V)
+    largest = largest_float(make_program(config, jax.devices()[:1]))
+    assert largest == (B * 128 * V if tiled else B * T * V)

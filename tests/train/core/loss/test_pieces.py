@@ -1,4 +1,4 @@
-"""The loss in pieces of the vocabulary: the sums and the gradients of the tiles."""
+"""The loss in vocabulary pieces has the sums and the gradients of tiles."""
 
 from typing import Any, NamedTuple
 
@@ -97,47 +97,49 @@ def reference(
 
 
 def draw_targets(num_tokens: int = V) -> np.ndarray:
-    """Return a target of each piece and others; three tokens have none."""
+    """Return targets in each piece; three tokens have none."""
     targets = np.random.default_rng(0).integers(0, num_tokens, N)
     targets[:4] = 0, min(num_tokens, 160) - 1, min(num_tokens, 224) - 1, num_tokens - 1
     targets[[5, 9, 15]] = -1
     return targets
 
 
-def check(found: Result, expected: Result, rtol: float) -> None:
-    """Compare each sum, and each gradient relative to the length of the whole."""
-    for name, value, reference in zip(Result._fields, found, expected, strict=True):
-        error = np.linalg.norm(np.float64(value) - reference)
-        assert error <= rtol * np.linalg.norm(reference), (name, error)
+def check(actual: Result, expected: Result, rtol: float) -> None:
+    """Check each sum and gradient, with the error relative to the expected norm."""
+    for name, value, expected_value in zip(
+        Result._fields, actual, expected, strict=True
+    ):
+        error = np.linalg.norm(np.float64(value) - expected_value)
+        assert error <= rtol * np.linalg.norm(expected_value), (name, error)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "num_tokens",
-    [V, 350, 300],  # The last piece adds 64 ids. All of them count, some, or none.
+    [V, 350, 300],  # The last piece adds 64 ids. All, some or none of them are valid.
 )
 @pytest.mark.parametrize("cap", [None, 5.0])
-def test_pieces_are_the_tiles(tied, num_tokens, cap):
+def test_pieces_have_the_loss_and_the_gradients_of_tiles(tied, num_tokens, cap):
     random = np.random.default_rng(1)
     x = random.standard_normal((N, 24))
     arrays = x, random.standard_normal((24, V)), draw_targets(num_tokens)
-    named = {"tied": tied, "num_tokens": num_tokens, "cap": cap}
-    found = compute(PIECES, *arrays, **named)
-    check(found, compute(LossForm(4), *arrays, **named), rtol=2e-6)
-    check(found, reference(*arrays, **named), rtol=2e-6)
-    assert (found.dweight[:, num_tokens:] == 0).all()
-    assert (found.dx[5] == 0).all()  # It has no target.
+    options = {"tied": tied, "num_tokens": num_tokens, "cap": cap}
+    result = compute(PIECES, *arrays, **options)
+    check(result, compute(LossForm(4), *arrays, **options), rtol=2e-6)
+    check(result, reference(*arrays, **options), rtol=2e-6)
+    assert (result.dweight[:, num_tokens:] == 0).all()
+    assert (result.dx[5] == 0).all()  # Token 5 has no target.
 
 
-def sharp() -> np.ndarray:
-    """Return logits with one id, in a different piece for each token, far above all."""
+def draw_sharp_logits() -> np.ndarray:
+    """Return logits where one id of each token, in varying pieces, is far above all."""
     logits = np.random.default_rng(2).standard_normal((N, V))
     logits[np.arange(N), (100 * np.arange(N)) % V] += 100
     return logits
 
 
 LOGITS = {
-    "one above all": sharp(),
+    "one above all": draw_sharp_logits(),
     "all equal": np.full((N, V), 7.0),
     "wide": np.random.default_rng(3).uniform(-200, 200, (N, V)),
     "rising": np.tile(np.linspace(-200, 200, V), (N, 1)),
@@ -147,24 +149,24 @@ LOGITS = {
 
 @pytest.mark.parametrize("cap", [None, 30.0, 200.0])
 @pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
-def test_extreme_logits(logits, cap):
+def test_pieces_are_accurate_for_extreme_logits(logits, cap):
     """The features are the identity, so that the weight holds the logits.
 
-    A piece of which no id counts, and exponentials that are zero, must change nothing.
+    A piece without valid ids and exponentials that are zero must change nothing.
     Logits near 200 have errors of 1e-5 in float32.
     """
     for num_tokens in (V, 200):
         arrays = np.eye(N), logits, draw_targets(num_tokens)
-        named = {"cap": cap, "num_tokens": num_tokens}
-        found = compute(PIECES, *arrays, **named)
-        check(found, compute(LossForm(4), *arrays, **named), rtol=3e-5)
-        check(found, reference(*arrays, **named), rtol=3e-5)
+        options = {"cap": cap, "num_tokens": num_tokens}
+        result = compute(PIECES, *arrays, **options)
+        check(result, compute(LossForm(4), *arrays, **options), rtol=3e-5)
+        check(result, reference(*arrays, **options), rtol=3e-5)
 
 
 @pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
 def test_bfloat16_costs_pieces_hardly_more_than_tiles(scale, cap):
-    """Against float64, from operands that bfloat16 holds exactly."""
+    """The reference is float64, from operands that bfloat16 holds exactly."""
     random = np.random.default_rng(4)
     D = 64
 
@@ -180,15 +182,15 @@ def test_bfloat16_costs_pieces_hardly_more_than_tiles(scale, cap):
     for name in ("dx", "dweight"):
         exact = getattr(expected, name)
         error, tile_error = (
-            np.linalg.norm(getattr(found, name) - exact) / np.linalg.norm(exact)
-            for found in (pieces, tiles)
+            np.linalg.norm(getattr(result, name) - exact) / np.linalg.norm(exact)
+            for result in (pieces, tiles)
         )
         assert error <= 1.5 * tile_error
 
 
 @pytest.fixture
 def gradients(programs, store, monkeypatch):
-    """Run the gradients of a step: (form, *overrides, devices) -> (loss, gradients)."""
+    """Return a function (form, *overrides, devices) -> (loss, gradients) of a step."""
 
     def gradients(form: LossForm, *overrides: str, devices: int):
         monkeypatch.setattr(loss_module, "choose_form", lambda *_: form)
@@ -209,15 +211,15 @@ def gradients(programs, store, monkeypatch):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_step_in_pieces_is_that_in_tiles_on_any_mesh(gradients, tied):
+def test_a_step_in_pieces_equals_one_in_tiles_on_any_mesh(gradients, tied):
     """Devices scatter the gradient of each piece. Some ids only pad the vocabulary."""
-    named = f"model.tied_head={tied}", "train.z_loss=0.1", "model.logit_soft_cap=20"
-    expected = gradients(LossForm(8), *named, devices=1)
+    overrides = f"model.tied_head={tied}", "train.z_loss=0.1", "model.logit_soft_cap=20"
+    expected = gradients(LossForm(8), *overrides, devices=1)
     for devices, mesh in (
         (4, ("mesh.fsdp=2", "mesh.context=2")),
         (8, ("mesh.data=2", "mesh.fsdp=4")),
         (4, ("mesh.data=2", "mesh.fsdp=2", "train.accumulation_steps=2")),
         (8, ("mesh.fsdp=8",)),
     ):
-        found = gradients(LossForm(8, ids=160), *named, *mesh, devices=devices)
-        assert distance(found, expected) <= 1e-5, mesh
+        result = gradients(LossForm(8, ids=160), *overrides, *mesh, devices=devices)
+        assert distance(result, expected) <= 1e-5, mesh

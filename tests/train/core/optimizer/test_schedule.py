@@ -1,4 +1,4 @@
-"""Schedules are those of their formulas."""
+"""Schedules follow their formulas."""
 
 import math
 from dataclasses import replace
@@ -35,7 +35,7 @@ POINTS = {
     ],
 )
 def test_a_schedule_ends_at_its_final_fraction_exactly(name, extra, peak, final):
-    """As the step computes it: compiled, of a step that the compiler does not know."""
+    """The schedule is compiled for an unknown step, as in a training step."""
     points = [SchedulePoint(step=9), SchedulePoint(fraction=1.0, factor=final)]
     config = ScheduleConfig(
         **{"name": Schedule(name), "points": points, "final_fraction": final, **extra}
@@ -61,7 +61,7 @@ def formula(name: str, step: int) -> float:
             return 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 7) / 53)) / 2
         case "linear":
             return 1 - 0.9 * (step - 7) / 53
-        case "wsd":  # 18 steps are 30 % of 60
+        case "wsd":  # 18 steps are 30 % of 60.
             return 1 if step < 42 else 1 - 0.9 * (step - 42) / 18
         case "wsd_sqrt":
             return 1 if step < 42 else 1 - 0.9 * math.sqrt((step - 42) / 18)
@@ -96,8 +96,8 @@ def test_every_step_has_the_rate_of_the_formula(name, extra):
     np.testing.assert_allclose(rates, expected, rtol=2e-6)
 
 
-def test_points_and_warm_up_in_tokens_are_where_the_batches_have_them():
-    """4 x 16 tokens a step, then 8 x 16 from step 10 on, when there are 640."""
+def test_points_and_warm_up_in_tokens_follow_the_batch_sizes():
+    """Steps have 4 x 16 tokens, and 8 x 16 from step 10 on, after 640 tokens."""
     data = DataConfig(
         batch_size=4,
         sequence_length=16,
@@ -109,7 +109,7 @@ def test_points_and_warm_up_in_tokens_are_where_the_batches_have_them():
         warmup_tokens=129,
         points=[SchedulePoint(tokens=tokens, factor=tokens) for tokens in points],
     )
-    for skip_batches in ([], [1, 12]):  # skipping batches moves no point
+    for skip_batches in ([], [1, 12]):  # Skipping batches moves no point.
         in_steps = config.in_steps(replace(data, skip_batches=skip_batches))
         assert in_steps.warmup_steps == 3
         assert in_steps.piecewise_points(50) == [(s, t) for t, s in points.items()]
@@ -117,7 +117,7 @@ def test_points_and_warm_up_in_tokens_are_where_the_batches_have_them():
 
 
 @pytest.mark.parametrize("tokens", [0.0, 1.0, 999.5, 1300.0, 5e4])
-def test_a_step_in_tokens_is_the_first_with_as_many_before_it(tokens):
+def test_a_position_in_tokens_becomes_the_first_step_after_them(tokens):
     data = DataConfig(
         batch_size=4,
         sequence_length=16,
@@ -138,21 +138,21 @@ def test_a_step_in_tokens_is_the_first_with_as_many_before_it(tokens):
         ("wsd", {"decay_steps": 20}, {9: 1, 80: 1, 90: 0.55, 100: 0.1}),
         ("wsd", {"final_fraction": 0.0}, {70: 1, 85: 0.5, 100: 0}),
         ("wsd", {"decay_fraction": 0.5}, {50: 1, 75: 0.55, 100: 0.1}),
-        # Linear to zero: the decay takes all steps after the warm-up.
+        # The decay is linear to zero and takes all steps after the warm-up.
         ("wsd", LINEAR_TO_ZERO, {9: 1, 10: 1, 55: 0.5, 82: 0.2, 100: 0}),
-        # 1 - sqrt(x) after a quarter of the decay's steps.
+        # The rate falls as 1 - sqrt(x): here after a quarter of the decay.
         ("wsd", {"decay_shape": SQRT, "decay_steps": 40}, {60: 1, 70: 0.55, 100: 0.1}),
-        # 10 % of the steps until each end; the rate returns to the peak in between.
+        # Each decay takes 10 % of the steps until its end; the peak returns between.
         (
             *("wsd", {"decay_fraction": 0.1, "earlier_decays": [40]}),
             {36: 1, 38: 0.55, 39: 0.325, 40: 1, 90: 1, 95: 0.55, 100: 0.1},
         ),
-        # From step 20 on (step / 20)^-0.5, then linear from there to the end.
+        # The rate is (step / 20)^-0.5 from step 20 on, and linear from step 80 on.
         ("power", POWER, {9: 1, 20: 1, 80: 0.5, 90: 0.3, 100: 0.1, 500: 0.1}),
         ("piecewise", POINTS, {0: 0.1, 10: 1, 30: 0.75, 50: 0.5, 75: 0.25, 200: 0}),
     ],
 )
-def test_schedules_at_known_points(name, extra, points):
+def test_schedules_have_known_rates_at_some_steps(name, extra, points):
     config = ScheduleConfig(**{"name": Schedule[name], "warmup_steps": 10, **extra})
     schedule = make_schedule(config, num_steps=100)
     for step, value in points.items():
@@ -160,8 +160,8 @@ def test_schedules_at_known_points(name, extra, points):
 
 
 @pytest.mark.parametrize(("warmup", "start"), [(100, 100), (84, 84), (83, 84)])
-def test_a_decay_that_does_not_fit_behind_the_warm_up_is_shorter(warmup, start):
-    """Of 120 steps 30 % are 36, which begin at step 84 at the earliest."""
+def test_a_decay_that_does_not_fit_after_the_warm_up_is_shorter(warmup, start):
+    """The decay takes 36 of 120 steps (30 %), so it begins at step 84 or later."""
     config = ScheduleConfig(Schedule.wsd, warmup_steps=warmup, final_fraction=0)
     schedule = make_schedule(config, num_steps=120)
     for step, value in {start: 1, (start + 120) // 2: 0.5, 120: 0, 200: 0}.items():

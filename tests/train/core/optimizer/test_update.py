@@ -1,4 +1,4 @@
-"""AdamW, Muon, schedules, clipping and the average of weights."""
+"""AdamW, Lion and Muon follow their papers, with clipping and averaging."""
 
 from dataclasses import replace
 
@@ -39,21 +39,21 @@ def draw(seed: int, shapes=SHAPES) -> dict:
 
 
 def take_steps(config, params, num_steps, schedule=LEVEL, infos=INFOS, grads=None):
-    """Give the state after each step."""
+    """Return the parameters and the state after each step."""
     optimizer = make_optimizer(config, schedule, num_steps, infos)
     state = optimizer.init(params)
-    found = []
+    history = []
     update = jax.jit(optimizer.update)
     for step in range(num_steps):
         gradient = grads[step] if grads else draw(step + 1)
         norm = optax.tree.norm(gradient)
         params, state, _ = update(gradient, norm, state, params, step)
-        found.append((params, state))
-    return found
+        history.append((params, state))
+    return history
 
 
 def test_adamw_is_the_papers_with_decay_of_matrices_and_tables_only():
-    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2, in float64."""
+    """The source is Loshchilov and Hutter, arXiv:1711.05101, algorithm 2 (float64)."""
     params = draw(0)
     ours = take_steps(ADAMW, params, 6, WARMING)
     schedule = make_schedule(WARMING, 6)
@@ -74,7 +74,7 @@ def test_adamw_is_the_papers_with_decay_of_matrices_and_tables_only():
 
 
 def test_lion_is_the_papers():
-    """Chen et al., arXiv:2302.06675, algorithm 2, in float64."""
+    """The source is Chen et al., arXiv:2302.06675, algorithm 2 (float64)."""
     config = replace(ADAMW, name=OptimizerName.lion, b2=0.99)
     params = draw(0)
     ours = take_steps(config, params, 4)
@@ -100,7 +100,7 @@ def muon_update(stack: jax.Array, info: ParamInfo, grads: jax.Array) -> jax.Arra
 def test_muon_of_stacked_layers_is_muon_of_each_layer():
     rng = np.random.default_rng(0)
     weights, grads = jnp.array(rng.normal(size=(2, 3, 8, 16)), jnp.float32)
-    grads *= jnp.array([1.0, 10.0, 0.1])[:, None, None]  # a shared norm would show
+    grads *= jnp.array([1.0, 10.0, 0.1])[:, None, None]  # A shared norm would show.
     axes = ("embed", "mlp")
     stacked = muon_update(weights, ParamInfo(("layers", *axes), Kind.matrix, 1), grads)
     for layer in range(3):
@@ -115,7 +115,7 @@ def test_muon_of_stacked_layers_is_muon_of_each_layer():
 
 
 @pytest.mark.parametrize(("inputs", "flat"), [(1, (8, 12)), (2, (24, 4))])
-def test_muon_sees_heads_as_the_matrix_that_they_are(inputs, flat):
+def test_muon_flattens_heads_into_a_matrix(inputs, flat):
     rng = np.random.default_rng(0)
     shape = (8, 3, 4) if inputs == 1 else (3, 8, 4)
     weight, grads = jnp.array(rng.normal(size=(2, *shape)), jnp.float32)
@@ -126,7 +126,7 @@ def test_muon_sees_heads_as_the_matrix_that_they_are(inputs, flat):
 
 
 def orthogonal(matrix: np.ndarray) -> np.ndarray:
-    """The Newton-Schulz iteration of kellerjordan.github.io/posts/muon, in float64."""
+    """Iterate as in kellerjordan.github.io/posts/muon (Newton-Schulz), in float64."""
     x = matrix / np.linalg.norm(matrix)
     for _ in range(5):
         a = x @ x.T
@@ -134,7 +134,7 @@ def orthogonal(matrix: np.ndarray) -> np.ndarray:
     return x
 
 
-# The axes, shape and inputs of one layer, and whether it is split into heads.
+# Each value has the axes, shape and inputs of a layer, and whether it has heads.
 PROJECTIONS = {
     "query": (("embed", "heads", "head_dim"), (8, 4, 6), 1, True),
     "key": (("embed", "kv_heads", "head_dim"), (8, 2, 6), 1, True),
@@ -166,7 +166,7 @@ def follow_muon(theta: np.ndarray, grads: list[np.ndarray], config) -> np.ndarra
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("scale", MuonScale)
 def test_muon_is_the_papers(scale, per_head):
-    """arXiv:2502.16982, equation 4, for rms; arXiv:2602.15763 for heads."""
+    """The sources are arXiv:2502.16982, equation 4 (rms), and 2602.15763 (heads)."""
     options = {"muon_scale": scale, "muon_per_head": per_head}
     config = replace(MUON, muon_weight_decay=0.1, **options)
     infos = {
@@ -195,8 +195,8 @@ def test_muon_is_for_matrices_only():
     params = draw(0)
     muon, adamw = (take_steps(c, params, 3)[-1][0] for c in (MUON, ADAMW))
     for name in SHAPES:
-        same = np.array_equal(muon[name], adamw[name])
-        assert same == (name != "matrix"), name
+        is_equal = np.array_equal(muon[name], adamw[name])
+        assert is_equal == (name != "matrix"), name
 
 
 @pytest.mark.parametrize("length", [0.5, 10.0])
@@ -224,7 +224,7 @@ def test_the_average_follows_the_weights():
     assert take_steps(ADAMW, params, 1)[0][1].average is None
 
 
-def same(a, b) -> None:
+def assert_equal(a, b) -> None:
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
@@ -232,9 +232,9 @@ def same(a, b) -> None:
 def test_an_update_that_overflows_writes_nothing(name):
     """Gradients are finite, and so is the first step; the second has a huge rate."""
     config = replace(ADAMW, name=name, ema_decay=0.9)
-    steep = replace(config, learning_rate=3e38, muon_learning_rate=3e38)
+    steep_config = replace(config, learning_rate=3e38, muon_learning_rate=3e38)
     optimizer, overflowing = (
-        make_optimizer(one, LEVEL, 2, INFOS) for one in (config, steep)
+        make_optimizer(variant, LEVEL, 2, INFOS) for variant in (config, steep_config)
     )
     params = draw(0)
     state = optimizer.init(params)
@@ -242,9 +242,9 @@ def test_an_update_that_overflows_writes_nothing(name):
     norm = optax.tree.norm(grads)
     params, state, accepted = optimizer.update(grads, norm, state, params, 0)
     assert accepted
-    *after, accepted = overflowing.update(grads, norm, state, params, 1)
+    *result, accepted = overflowing.update(grads, norm, state, params, 1)
     assert not accepted
-    same(after, [params, state])
+    assert_equal(result, [params, state])
 
 
 def checks_overflow(config) -> bool:
@@ -252,13 +252,17 @@ def checks_overflow(config) -> bool:
 
 
 def test_only_updates_that_may_overflow_are_checked():
-    """The check reads the state once more. The bound of the others is in its place."""
-    usual = {name: replace(ADAMW, name=name, clip_norm=1.0) for name in OptimizerName}
-    checked = {name for name, config in usual.items() if checks_overflow(config)}
-    assert checked == {OptimizerName.adafactor}
-    for name, config in usual.items():
+    """The check reads the state an extra time. The other updates have a bound."""
+    configs = {name: replace(ADAMW, name=name, clip_norm=1.0) for name in OptimizerName}
+    checked_names = {
+        name for name, config in configs.items() if checks_overflow(config)
+    }
+    assert checked_names == {OptimizerName.adafactor}
+    for name, config in configs.items():
         if name is not OptimizerName.lion:
             assert checks_overflow(replace(config, clip_norm=None))
         assert checks_overflow(replace(config, learning_rate=1e30))
-        assert checks_overflow(replace(config, weight_decay=1e4))  # weights would grow
-    assert checks_overflow(replace(usual[OptimizerName.muon], muon_learning_rate=1e30))
+        assert checks_overflow(replace(config, weight_decay=1e4))  # Weights would grow.
+    assert checks_overflow(
+        replace(configs[OptimizerName.muon], muon_learning_rate=1e30)
+    )

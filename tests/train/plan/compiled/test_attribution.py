@@ -1,4 +1,4 @@
-"""What an instruction is for."""
+"""Each instruction is attributed to the part of the model that it serves."""
 
 import pytest
 
@@ -45,9 +45,9 @@ backend_config={{"known_trip_count":{{"n":"4"}}}}
 
 def uses(opcode: str, product: str = "", gather: str = "", user: str = ""):
     module = read_module(STEP.format(product=product, gather=gather, user=user))
-    (found,) = [e for e in module.executed if e.instruction.opcode == opcode]
-    assert scope_of(found, found.instruction) == "layers backward"
-    return operand_uses(found, found.instruction)
+    (execution,) = [e for e in module.executed if e.instruction.opcode == opcode]
+    assert scope_of(execution, execution.instruction) == "layers backward"
+    return operand_uses(execution, execution.instruction)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def uses(opcode: str, product: str = "", gather: str = "", user: str = ""):
         ("", ""),
     ],
 )
-def test_a_name_tells_the_parts_that_it_stands_in(name, part):
+def test_a_name_contains_its_part_of_the_model(name, part):
     assert part_in_name(name) == part
 
 
-def test_what_has_no_name_is_for_what_its_neighbours_are_for():
+def test_an_instruction_without_a_name_serves_the_part_of_its_neighbours():
     up = f"{LAYERS}/part.mlp/part.up/mul"
     down = f"{LAYERS}/part.mlp/part.down/dot"
     assert uses("all-gather") == [("other", 4 * 64)]

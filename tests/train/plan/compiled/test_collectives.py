@@ -1,4 +1,4 @@
-"""What a compiled step sends: the textbook's figures, and where XLA departs from them.
+"""A compiled step sends what textbooks state, except where XLA departs from them.
 
 Weights are gathered, and their gradients reduced, in bfloat16 (`train.reduce_dtype`).
 """
@@ -11,15 +11,16 @@ from train.plan.compiled.collectives import Collective, sum_collectives
 BF16 = 2
 F32 = 4
 LARGE_DOWN = 512 * 1024
-LARGE_MATRICES = 4 * 512 * 512 + 3 * LARGE_DOWN  # of a layer of LARGE
+LARGE_MATRICES = 4 * 512 * 512 + 3 * LARGE_DOWN  # LARGE has these in each layer.
 
 
 def of(collectives: list[Collective], scope: str, kind: str) -> list[Collective]:
+    """Return the collectives of one scope and kind."""
     return [c for c in collectives if (c.scope, c.kind) == (scope, kind)]
 
 
 def payload(collectives: list[Collective], *uses: str, leave: str = "scalars") -> int:
-    """Bytes of a step, of what serves one of `uses`, or of all but what to leave."""
+    """Return the bytes a step sends for `uses`, or for all uses except `leave`."""
     return sum(
         c.count * share
         for c in collectives
@@ -29,7 +30,7 @@ def payload(collectives: list[Collective], *uses: str, leave: str = "scalars") -
 
 
 def large(collectives: list[Collective]) -> list[Collective]:
-    """Those of matrices and activations: no norms, no scalars."""
+    """Return the collectives of matrices and activations, not of norms or scalars."""
     return [c for c in collectives if c.payload > 8 * NORMS]
 
 
@@ -54,9 +55,9 @@ class TestData:
 
     def test_a_tied_table_is_reduced_once(self, stored_step):
         """The look-up's gradient and the head's are added first."""
-        tied = stored_step("ddp_tied")
+        step = stored_step("ddp_tied")
         size = BF16 * (L * MATRICES + V * D) + F32 * NORMS
-        assert payload(tied.collectives) == size
+        assert payload(step.collectives) == size
 
 
 class TestFsdp:
@@ -72,7 +73,7 @@ class TestFsdp:
         assert payload(gathers, "mlp.down") == L * BF16 * DOWN
         assert payload(gathers, "mlp.up", "mlp.gate") == 2 * L * BF16 * DOWN
 
-    def test_its_gradients_are_reduced_and_scattered_rounded(self, step):
+    def test_gradients_of_a_layer_are_reduced_and_scattered_rounded(self, step):
         scatters = of(step.collectives, "layers backward", "reduce-scatter")
         assert payload(scatters) == L * BF16 * MATRICES
         assert payload(scatters, "mlp.down") == L * BF16 * DOWN
@@ -87,18 +88,19 @@ class TestFsdp:
         assert payload([scatter], "head") == BF16 * V * D
 
 
-def test_sparse_cores_gather_and_scatter_beside_products(stored_step):
-    """Left to itself XLA does neither on v6e: docs/log."""
+def test_sparse_cores_gather_and_scatter_while_products_run(stored_step):
+    """XLA does neither on v6e by default (docs/log)."""
     step = stored_step("sparse_cores")
-    for kind, share in (("all-gather", 0.6), ("reduce-scatter", 0.4)):  # short rows
-        found = [c for c in large(step.collectives) if c.kind == kind]
-        assert all(c.is_async for c in found)
-        (row,) = sum_collectives(found)
+    # The rows are short, so that products hide only a part.
+    for kind, share in (("all-gather", 0.6), ("reduce-scatter", 0.4)):
+        collectives = [c for c in large(step.collectives) if c.kind == kind]
+        assert all(c.is_async for c in collectives)
+        (row,) = sum_collectives(collectives)
         assert row.overlapped > share
 
 
 class TestSparseCoreCalls:
-    """Calls whose start names the collective, and whose update passes the operand."""
+    """The start of a call names the collective, and its update passes the operand."""
 
     @pytest.fixture
     def step(self, stored_step):
@@ -123,9 +125,11 @@ class TestSparseCoreCalls:
 
     def test_products_run_between_the_update_and_the_end(self, step):
         for kind, share in (("all-gather", 0.9), ("reduce-scatter", 0.7)):
-            found = [c for c in large(step.collectives) if c.kind == kind]
-            assert all(c.is_async and c.waiter.endswith("call-done") for c in found)
-            (row,) = sum_collectives(found)
+            collectives = [c for c in large(step.collectives) if c.kind == kind]
+            assert all(
+                c.is_async and c.waiter.endswith("call-done") for c in collectives
+            )
+            (row,) = sum_collectives(collectives)
             assert row.overlapped > share
 
     def test_one_ring_in_both_directions_uses_two_of_three_links(self, step):
@@ -143,35 +147,35 @@ class TestTensor:
             assert [c.count for c in reduces] == [L, L]
             assert {c.payload for c in reduces} == {BF16 * B * T * D}
             assert {c.group.axes for c in reduces} == {("tensor",)}
-        inside = [c for c in step.collectives if c.scope.startswith("layers")]
-        assert {c.kind for c in large(inside)} == {"all-reduce"}
+        in_layers = [c for c in step.collectives if c.scope.startswith("layers")]
+        assert {c.kind for c in large(in_layers)} == {"all-reduce"}
 
-    def test_the_head_stays_cut(self, stored_step):
-        """In tiles too each device has its part of the vocabulary, and no more."""
+    def test_the_head_stays_sharded(self, stored_step):
+        """Each device has only its part of the vocabulary, even in a tiled loss."""
         step = stored_step("tensor_tiles")
         head = [c for c in step.collectives if "head" in dict(c.uses)]
-        reduced, weight = (
+        activations, weights = (
             [c for c in head if c.group.axes == (axis,)] for axis in ("tensor", "fsdp")
         )
-        assert payload(weight, "head") == 2 * BF16 * V * D // 2
-        # Activations' gradient; and sums and maxima, one of each a position.
-        assert payload(reduced, "head") <= B * T // 4 * (BF16 * D + 3 * F32)
+        assert payload(weights, "head") == 2 * BF16 * V * D // 2
+        # These are the gradient of activations, and a sum and a maximum per position.
+        assert payload(activations, "head") <= B * T // 4 * (BF16 * D + 3 * F32)
 
 
 class TestSlices:
     def test_gradient_shards_cross_between_slices(self, stored_step):
         step = stored_step("slices")
-        between = [c for c in step.collectives if c.group.network == "DCN"]
-        assert {c.group.axes for c in between} == {("data",)}
-        assert {c.kind for c in between} == {"all-reduce"}
-        assert {c.group.size for c in between} == {2}
-        assert any(c.is_overlapped for c in between if c.count > 1)
+        dcn = [c for c in step.collectives if c.group.network == "DCN"]
+        assert {c.group.axes for c in dcn} == {("data",)}
+        assert {c.kind for c in dcn} == {"all-reduce"}
+        assert {c.group.size for c in dcn} == {2}
+        assert any(c.is_overlapped for c in dcn if c.count > 1)
         # Heads of 64 fill half of a tile's 128 lanes, and tiles are sent whole.
         shard = BF16 * (L * MATRICES + 2 * V * D) // 4
-        assert shard <= payload(large(between)) < 1.5 * shard
-        inside = [c for c in step.collectives if c.group.network == "ICI"]
-        assert {c.group.axes for c in inside} == {("fsdp",)}
-        assert {c.group.size for c in inside} == {4}
+        assert shard <= payload(large(dcn)) < 1.5 * shard
+        ici = [c for c in step.collectives if c.group.network == "ICI"]
+        assert {c.group.axes for c in ici} == {("fsdp",)}
+        assert {c.group.size for c in ici} == {4}
 
 
 def test_a_cpu_program_gathers_and_scatters_each_layer(compile_step):

@@ -1,4 +1,4 @@
-"""FLOPs of a compiled step's products."""
+"""The FLOPs of a compiled step's products are counted."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from train.plan.compiled.hlo import parse
 from train.plan.compiled.trip_counts import read_module
 
 TOKENS = B * T
-KEYS = D * D  # of a layer: half as many heads leave half of keys and values
+KEYS = D * D  # Half as many heads save half of a layer's keys and values.
 
 
 @pytest.mark.parametrize(
@@ -22,19 +22,19 @@ KEYS = D * D  # of a layer: half as many heads leave half of keys and values
         ("gpt2_full", 4 * D * D + 2 * D * F, True),
     ],
 )
-def test_products_are_those_derived_by_hand(stored_step, name, matrices, recomputes):
-    """The embedding is looked up, for nothing; the head multiplies, tied or not.
+def test_products_are_those_of_a_formula(stored_step, name, matrices, recomputes):
+    """Looking up the embedding costs no FLOPs; the head is a product, tied or not.
 
-    All of a layer but its last product is recomputed: the backward pass does not need
-    the result of that one.
+    All of a layer but its last product is recomputed, because the backward pass does
+    not need the result of that product.
     """
     step = stored_step(name)
-    found = count_flops(step.module.executed)
+    flops = count_flops(step.module.executed)
     chips = step.program.mesh.size
     products = 6 * (L * matrices + V * D) * TOKENS
     products += 2 * L * (matrices - DOWN) * TOKENS * recomputes
-    assert found.products * chips == products
-    assert found.unknown == ()
+    assert flops.products * chips == products
+    assert flops.unknown == ()
 
 
 def test_a_batched_product_of_a_tpu_counts_without_its_padding():
@@ -48,7 +48,7 @@ def test_a_batched_product_of_a_tpu_counts_without_its_padding():
     assert product_flops(parse(text).entry.root) == 2 * (2 * 1024) * (2 * 64) * (8 * 64)
 
 
-def test_cublas_is_read():
+def test_a_product_of_cublas_is_counted():
     text = in_one(
         "  %a = f8e4m3fn[16,64] parameter(0)\n"
         "  %b = f8e4m3fn[32,64] parameter(1)\n"
@@ -57,9 +57,9 @@ def test_cublas_is_read():
         'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
         '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}}'
     )
-    found = count_flops(read_module(text).executed)
-    assert found.products == found.eight_bits == 2 * 16 * 64 * 32
-    assert found.unknown == ()
+    flops = count_flops(read_module(text).executed)
+    assert flops.products == flops.eight_bits == 2 * 16 * 64 * 32
+    assert flops.unknown == ()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Bytes that instructions move."""
+"""The bytes that instructions move in main memory are counted."""
 
 from train.plan.compiled.hbm_bytes import memory_traffic
 from train.plan.compiled.trip_counts import read_module
@@ -9,17 +9,17 @@ ARRAY = "f32[16,64]"
 ONE_ROW = "f32[1,64]"
 
 
-def moved_by_fusion(operands: list[str], body: list[str], others: str = "") -> int:
-    """Bytes of a fusion, whose operands are %p0, %p1, ... in its body."""
+def fusion_traffic(operands: list[str], body: list[str], computations: str = "") -> int:
+    """Return the bytes a fusion moves; its body names its operands %p0, %p1, ..."""
     parameters = "\n".join(
         f"  %p{number} = {operand} parameter({number})"
         for number, operand in enumerate(operands)
     )
-    names = ", ".join(f"%p{number}" for number in range(len(operands)))
+    operand_names = ", ".join(f"%p{number}" for number in range(len(operands)))
     lines = "\n".join(f"  {line}" for line in body)
     text = f"""HloModule fused
 
-{others}
+{computations}
 %inside (p: f32[]) -> f32[] {{
 {parameters}
   %z = s32[] constant(0)
@@ -28,7 +28,7 @@ def moved_by_fusion(operands: list[str], body: list[str], others: str = "") -> i
 
 ENTRY %main (p: f32[]) -> f32[] {{
 {parameters}
-  ROOT %f = f32[16,64] fusion({names}), kind=kLoop, calls=%inside
+  ROOT %f = f32[16,64] fusion({operand_names}), kind=kLoop, calls=%inside
 }}
 """
     module = read_module(text)
@@ -44,12 +44,12 @@ def test_slices_and_updates_move_what_they_touch():
         f"ROOT %u = {ARRAY} dynamic-update-slice(%p0, %new, %p1, %z)",
     ]
     in_core = f"{ONE_ROW}{{1,0:T(1,128)S(1)}}"
-    assert moved_by_fusion([ARRAY, "s32[]", in_core], body) == INDEX + 2 * ROW
+    assert fusion_traffic([ARRAY, "s32[]", in_core], body) == INDEX + 2 * ROW
 
 
-def test_a_fusion_inside_another_reads_what_it_takes():
-    """One row of sixteen for a product, and all of what is only shaped for it."""
-    others = """%shaped (p: f32[4,64]) -> f32[64,4] {
+def test_a_nested_fusion_reads_only_what_it_slices():
+    """The product reads one row of sixteen, and all of an operand that is reshaped."""
+    computations = """%shaped (p: f32[4,64]) -> f32[64,4] {
   %p = f32[4,64] parameter(0)
   ROOT %b = f32[64,4] bitcast(%p)
 }
@@ -66,22 +66,22 @@ def test_a_fusion_inside_another_reads_what_it_takes():
         "%w = f32[64,4] fusion(%p2), kind=kLoop, calls=%shaped",
         "ROOT %y = f32[1,4] convolution(%row, %w), dim_labels=bf_io->bf",
     ]
-    moved = moved_by_fusion(["s32[]", ARRAY, "f32[4,64]"], body, others)
-    assert moved == INDEX + ROW + 4 * ROW + 4 * 4
+    traffic = fusion_traffic(["s32[]", ARRAY, "f32[4,64]"], body, computations)
+    assert traffic == INDEX + ROW + 4 * ROW + 4 * 4
 
 
-def test_what_a_fusion_passes_on_or_a_collective_writes_beside_it_costs_nothing():
-    """One row in, one row out, and the shard of the collective."""
+def test_passed_operands_and_results_of_collectives_cost_a_fusion_nothing():
+    """The fusion reads a row, writes a row, and reads the shard of the collective."""
     body = [
         f"%s = {ONE_ROW} add(%p1, %p1)",
         "%g = f32[4,64] all-gather(%p2), dimensions={0}",
         f"ROOT %t = ({ONE_ROW}, {ARRAY}, f32[4,64]) tuple(%s, %p0, %g)",
     ]
-    assert moved_by_fusion([ARRAY, ONE_ROW, "f32[2,64]"], body) == (1 + 1 + 2) * ROW
+    assert fusion_traffic([ARRAY, ONE_ROW, "f32[2,64]"], body) == (1 + 1 + 2) * ROW
 
 
-def test_a_sparse_core_moves_what_its_work_moves():
-    """No instruction of the call counts the arrays again."""
+def test_a_call_of_a_sparse_core_counts_its_bytes_once():
+    """No other instruction of the call counts the arrays again."""
     text = """HloModule copying
 
 %copied (p: f32[16,64]) -> f32[16,64] {
@@ -96,5 +96,5 @@ ENTRY %main (a: f32[16,64]) -> f32[16,64] {
   ROOT %done = f32[16,64] custom-call-done(%update)
 }
 """
-    moved = sum(memory_traffic(e.instruction) for e in read_module(text).executed)
-    assert moved == 2 * 16 * ROW
+    traffic = sum(memory_traffic(e.instruction) for e in read_module(text).executed)
+    assert traffic == 2 * 16 * ROW

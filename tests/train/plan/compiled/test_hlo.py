@@ -1,4 +1,4 @@
-"""Reading HLO text."""
+"""HLO text is parsed into computations and instructions."""
 
 import pytest
 
@@ -43,13 +43,13 @@ def test_instructions_are_read():
     assert entry["a"].op_name == r"p[\'w\']"
     assert entry["f"].arrays == (HloArray("bf16", (8, 128), 1),)
     assert entry["f"].called == [module.computations["fused"]]
-    assert entry["r"].called == []  # what adds is no part of the program's work
+    assert entry["r"].called == []  # A reducer is no part of the program's work.
     assert entry["t"].operands == [entry["f"], entry["r"]]
     assert [i.name for i in entry["f"].nested] == ["p", "neg"]
     assert [i.name for i in entry["f"].users] == ["call", "t"]
 
 
-def test_an_instruction_may_go_over_several_lines():
+def test_an_instruction_may_span_several_lines():
     call = parse(TEXT).entry.instructions["call"]
     assert call.opcode == "custom-call"
     assert [operand.name for operand in call.operands] == ["a", "f"]
@@ -58,12 +58,12 @@ def test_an_instruction_may_go_over_several_lines():
     assert shapes == [("f32", (2,), 0), ("pred", (3,), 0), ("u32", (), 2)]
 
 
-def test_what_cannot_be_read_is_listed():
+def test_an_unreadable_line_is_listed():
     text = TEXT.replace("  %r = f32[] all-reduce(%call),", "  %r = what is this")
     (line,) = parse(text).unread
     assert line.startswith("%r = what is this")
 
 
-def test_something_else_is_refused():
+def test_a_text_that_is_no_hlo_is_refused():
     with pytest.raises(ValueError, match="not an HLO module"):
         parse("module @jit_step {\n}\n")

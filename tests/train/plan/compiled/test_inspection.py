@@ -1,4 +1,4 @@
-"""What is said of a compiled step, of one for this CPU and of stored ones for TPUs."""
+"""A compiled step is inspected: one for this CPU, and stored ones for TPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -11,36 +11,40 @@ from train.plan.compiled.inspection import InPlace, inspect
 HEADS = 4
 
 
-def names(step) -> list[str]:
+def state_names(step) -> list[str]:
     return [name for name, _ in named(step.program.state)]
 
 
 @pytest.mark.parametrize("name", ["", "fsdp"])
 def test_every_array_of_the_state_is_updated_in_place(compile_step, stored_step, name):
-    on_cpu = "mesh=fsdp", "model.compute_dtype=float32"
-    step = stored_step(name) if name else compile_step(*on_cpu)
-    assert inspect(step.text, names(step)).in_place == InPlace(names(step), [])
+    overrides = "mesh=fsdp", "model.compute_dtype=float32"
+    step = stored_step(name) if name else compile_step(*overrides)
+    assert inspect(step.text, state_names(step)).in_place == InPlace(
+        state_names(step), []
+    )
 
 
-def test_what_is_not_donated_is_named():
+def test_arrays_that_are_not_donated_are_named():
     def step(state, batch):
         return {name: x + batch for name, x in state.items()}
 
     state = {"a": jnp.zeros(8), "b": jnp.zeros(9)[:8]}
     batch = jnp.ones(8)
-    kept = jax.jit(step).lower(state, batch).compile().as_text()
-    assert inspect(kept, ["a", "b"]).in_place == InPlace([], ["a", "b"])
-    given = jax.jit(step, donate_argnums=0).lower(state, batch).compile().as_text()
-    assert inspect(given, ["a", "b"]).in_place == InPlace(["a", "b"], [])
+    undonated = jax.jit(step).lower(state, batch).compile().as_text()
+    assert inspect(undonated, ["a", "b"]).in_place == InPlace([], ["a", "b"])
+    donated = jax.jit(step, donate_argnums=0).lower(state, batch).compile().as_text()
+    assert inspect(donated, ["a", "b"]).in_place == InPlace(["a", "b"], [])
 
 
-def test_the_largest_buffers_have_a_maker(compile_step):
-    """Attention's weights of all layers and half of the queries, which see all keys."""
-    found = inspect(compile_step("mesh=fsdp", "model.compute_dtype=float32").text, [])
-    sizes = [buffer.bytes for buffer in found.buffers]
+def test_the_largest_buffers_name_the_instruction_that_made_them(compile_step):
+    """One holds all layers' attention weights, of half of the queries and all keys."""
+    inspection = inspect(
+        compile_step("mesh=fsdp", "model.compute_dtype=float32").text, []
+    )
+    sizes = [buffer.bytes for buffer in inspection.buffers]
     assert sizes == sorted(sizes, reverse=True)
     scores = 4 * L * B // 8 * HEADS * T * T // 2
-    first = next(buffer for buffer in found.buffers if buffer.bytes == scores)
+    first = next(buffer for buffer in inspection.buffers if buffer.bytes == scores)
     assert first.made.startswith("layers forward attention (")
 
 

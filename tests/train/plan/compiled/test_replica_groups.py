@@ -1,4 +1,4 @@
-"""Which devices a collective joins, in every way that XLA writes it."""
+"""The devices of a collective are read in every notation of XLA."""
 
 from types import SimpleNamespace
 
@@ -16,11 +16,11 @@ AXES = ("data", "fsdp", "tensor")
 
 
 def two_slices(axis):
-    """A mesh of 2 x 4 devices in two slices that follow one another along an axis."""
+    """Return a mesh of 2 x 4 devices, which an axis divides into two slices."""
     devices = np.empty((2, 4, 1), object)
-    for place in np.ndindex(*devices.shape):
-        slice_index = 2 * place[axis] // devices.shape[axis]
-        devices[place] = SimpleNamespace(
+    for index in np.ndindex(*devices.shape):
+        slice_index = 2 * index[axis] // devices.shape[axis]
+        devices[index] = SimpleNamespace(
             platform="tpu", device_kind="", slice_index=slice_index
         )
     return SimpleNamespace(axis_names=AXES, devices=devices)
@@ -41,12 +41,12 @@ def two_slices(axis):
         ("{}", [[*range(8)]]),
     ],
 )
-def test_groups(written, groups):
+def test_groups_are_read_in_every_notation(written, groups):
     attributes = f", replica_groups={written}, use_global_device_ids=true"
     assert replica_groups(attributes, 8).tolist() == groups
 
 
-def test_an_unknown_way_of_writing_is_an_error():
+def test_an_unknown_notation_is_an_error():
     with pytest.raises(ValueError, match="cannot be read"):
         replica_groups(", replica_groups=mesh['a'=8] {'a':(1)2}, dimensions={0}", 8)
 
@@ -54,8 +54,8 @@ def test_an_unknown_way_of_writing_is_an_error():
 def test_a_program_of_a_slice_numbers_its_own_devices():
     """The first slice holds half of the devices along `fsdp`."""
     gather = in_one("  ROOT %c = f32[1] all-gather(), replica_groups={{0,1,2,3}}")
-    found = group_of(parse(gather).entry.root, two_slices(axis=1))
-    assert (found.axes, found.network) == (("data", "fsdp"), "ICI")
+    group = group_of(parse(gather).entry.root, two_slices(axis=1))
+    assert (group.axes, group.network) == (("data", "fsdp"), "ICI")
 
 
 SEND = """  %a = bf16[8,128] parameter(0)

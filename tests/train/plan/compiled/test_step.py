@@ -23,18 +23,18 @@ def test_sections_add_up_to_the_whole_program(stored_step, name):
     instructions = step.module.executed
     assert cost.flops == count_flops(instructions)
     assert cost.hbm_bytes == count_memory_traffic(instructions)
-    sent = {(t.axes, t.network, t.kind, t.links): t for t in cost.sent}
+    totals = {(t.axes, t.network, t.kind, t.links): t for t in cost.sent}
     for total in sum_collectives(step.collectives):
-        found = sent.pop((total.axes, total.network, total.kind, total.links))
-        assert (found.count, found.payload) == (total.count, total.payload)
-        assert found.sent == pytest.approx(total.sent, rel=1e-12)
-        assert found.overlapped == pytest.approx(total.overlapped, rel=1e-12)
-    assert not sent
+        row = totals.pop((total.axes, total.network, total.kind, total.links))
+        assert (row.count, row.payload) == (total.count, total.payload)
+        assert row.sent == pytest.approx(total.sent, rel=1e-12)
+        assert row.overlapped == pytest.approx(total.overlapped, rel=1e-12)
+    assert not totals
 
 
 @pytest.mark.parametrize(("dtype", "eight_bits"), [("bf16", 20), ("f8e4m3fn", 320)])
 def test_the_estimate_supplies_the_flops_of_kernels(stored_step, dtype, eight_bits):
-    """Padding is the same fraction of what was found as of what was estimated."""
+    """Padding is the same fraction of compiled FLOPs as of estimated FLOPs."""
     text = in_one(
         "  %s = s32[4] parameter(0)\n"
         f"  %x = {dtype}[8,4] parameter(1)\n"
@@ -53,9 +53,9 @@ def test_the_estimate_supplies_the_flops_of_kernels(stored_step, dtype, eight_bi
     def read(text: str) -> Flops:
         return read_step(program, text, {FORWARD: estimate}).sections[0].flops
 
-    found = read(text)
-    assert found.padded == pytest.approx(1000 * 327 / 647)
-    assert dataclasses.replace(found, padded=0.0) == Flops(
+    flops = read(text)
+    assert flops.padded == pytest.approx(1000 * 327 / 647)
+    assert dataclasses.replace(flops, padded=0.0) == Flops(
         320.0, 7.0, 9.0, eight_bits=eight_bits, grouped=300.0
     )
     without_attention = read(text.replace(SPLASH, 'custom_call_target="Sharding"'))

@@ -19,7 +19,7 @@ def test_each_step_is_stored_and_no_other():
 
 @pytest.fixture(scope="module")
 def renewed(tmp_path_factory):
-    """Compile them all again."""
+    """Compile all stored steps again."""
     folder = tmp_path_factory.mktemp("hlo")
     return folder, compile_steps([*STEPS], folder)
 
@@ -31,14 +31,14 @@ def renewed(tmp_path_factory):
 )
 @pytest.mark.parametrize("name", STEPS)
 def test_a_stored_step_is_what_is_compiled_today(stored_step, renewed, name):
-    """In all that is read of it. If not: `python -m tests.train.compiled`."""
+    """A plan reads the same from both. If not, run `python -m tests.train.compiled`."""
     folder, memory = renewed
     stored = stored_step(name)
     text = gzip.decompress((folder / f"{name}.txt.gz").read_bytes()).decode()
-    today = read_step(stored.program, text)
-    assert count_flops(today.module.executed) == count_flops(stored.module.executed)
-    assert sum_collectives(today.collectives, by_use=True) == sum_collectives(
+    compiled = read_step(stored.program, text)
+    assert count_flops(compiled.module.executed) == count_flops(stored.module.executed)
+    assert sum_collectives(compiled.collectives, by_use=True) == sum_collectives(
         stored.collectives, by_use=True
     )
-    kinds = memory[name].keys() - {"generated_code"}  # differs by environment
+    kinds = memory[name].keys() - {"generated_code"}  # It differs by environment.
     assert {k: memory[name][k] for k in kinds} == {k: stored.memory[k] for k in kinds}

@@ -1,4 +1,4 @@
-"""How often a loop runs, and how often a branch is taken."""
+"""The trips of loops and the executions of branches are counted."""
 
 import pytest
 
@@ -33,8 +33,8 @@ ENTRY %main (x: s32[]) -> (s32[], s32[]) {{
 """
 
 
-def trips(begin: str, end: int, by: int) -> tuple[int, list[str]]:
-    module = read_module(BODY.format(begin=begin, end=end, by=by))
+def count_trips(begin: str, end: int, increment: int) -> tuple[int, list[str]]:
+    module = read_module(BODY.format(begin=begin, end=end, by=increment))
     trips = module.loops["step"].trips
     assert trips == max(e.count for e in module.executed if e.loops)
     return trips, module.unread
@@ -43,17 +43,17 @@ def trips(begin: str, end: int, by: int) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     ("begin", "end", "by", "expected"), [(0, 12, 1, 12), (3, 12, 4, 3), (1, 2, 1, 1)]
 )
-def test_a_counter_is_run(begin, end, by, expected):
-    assert trips(f"constant({begin})", end, by) == (expected, [])
+def test_a_loops_counter_is_run_to_count_its_trips(begin, end, by, expected):
+    assert count_trips(f"constant({begin})", end, by) == (expected, [])
 
 
 def test_a_loop_that_depends_on_data_counts_once_and_is_listed():
     unread = ["trip count of loop: counted as 1"]
-    assert trips("negate(%x)", 12, 1) == (1, unread)
+    assert count_trips("negate(%x)", 12, 1) == (1, unread)
 
 
-def test_a_loop_without_a_name_has_the_most_frequent_one_of_its_body():
-    """XLA moves invariants of other loops into it."""
+def test_a_loop_without_a_name_gets_the_most_frequent_one_of_its_body():
+    """XLA moves invariants of other loops into the body."""
     text = BODY.format(begin="constant(0)", end=12, by=1)
     inner = {"constant(1)": "loss", "add(%by, %i)": "layers", "(%next, %x)": "layers"}
     for instruction, scope in inner.items():
@@ -111,6 +111,9 @@ def test_branches_are_taken_as_often_as_the_model_says(name, inside, no, yes):
     module = read_module(text, MODEL)
     counts = {e.instruction.name: e.count for e in module.executed}
     assert (counts.get("g", 0), counts["n"]) == (no, yes)
-    assert module.unread == []  # also if the gather is never executed
-    always = {e.instruction.name: e.count for e in read_module(text).executed}
-    assert always["g"] == always["n"] == 8
+    # This also holds if no gather is executed.
+    assert module.unread == []
+    counts_without_model = {
+        e.instruction.name: e.count for e in read_module(text).executed
+    }
+    assert counts_without_model["g"] == counts_without_model["n"] == 8

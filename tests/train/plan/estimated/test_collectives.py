@@ -1,4 +1,4 @@
-"""The collectives of a step: compiled, by hand, and their phases over networks."""
+"""Estimated collectives follow compiled steps and formulas, and run in phases."""
 
 from collections import defaultdict
 
@@ -17,13 +17,13 @@ EIGHT = ("mesh=fsdp", "data.batch_size=16")
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor_only"])
-def test_the_loop_over_layers_sends_what_was_estimated(stored_step, name):
-    """Matrices and activations are exact; XLA chooses for small vectors."""
+def test_the_loop_over_layers_sends_the_estimated_bytes(stored_step, name):
+    """Matrices and activations are exact; XLA chooses how to send small vectors."""
     step = stored_step(name)
-    least = 8 * F32 * (2 * L + 1) * D
+    threshold = 8 * F32 * (2 * L + 1) * D
     estimated = defaultdict[str, float](float)
     for e in local_step(step.program).exchanges:
-        if e.position.in_layers and e.payload > least:
+        if e.position.in_layers and e.payload > threshold:
             estimated[e.kind] += e.payload
     compiled = {}
     for kind in {c.kind for c in large(step.collectives) if c.count == L}:
@@ -37,13 +37,13 @@ def test_the_loop_over_layers_sends_what_was_estimated(stored_step, name):
 def test_a_ring_sends_keys_values_and_their_gradients(composed, lay_out):
     overrides = (*SHAPE, "model.attention=xla", "mesh.fsdp=1", "mesh.context=16")
     exchanges = local_step(lay_out(composed(*overrides), "v5p-32")).exchanges
-    sent = sum(e.payload for e in exchanges if e.kind == "collective-permute")
+    sent_bytes = sum(e.payload for e in exchanges if e.kind == "collective-permute")
     chunk = B * T // 16
     keys = 2 * chunk * D  # Values are as large as keys.
     documents = 4 * chunk
     forward = 15 * (2 * keys + documents)
-    gradients = 16 * 2 * (2 * keys)  # of keys and values, in float32
-    assert sent == pytest.approx(L * (2 * forward + gradients), rel=2e-3)
+    gradients = 16 * 2 * (2 * keys)  # Both are in float32.
+    assert sent_bytes == pytest.approx(L * (2 * forward + gradients), rel=2e-3)
 
 
 def test_a_ring_of_latents_sends_latents_and_their_gradients(composed, lay_out):
@@ -52,23 +52,23 @@ def test_a_ring_of_latents_sends_latents_and_their_gradients(composed, lay_out):
     ring = ("mesh.fsdp=1", "mesh.context=16", "mesh.context_attention=ring")
     overrides = (*SHAPE, "model.attention=xla", "model.num_kv_heads=null", *latent)
     exchanges = local_step(lay_out(composed(*overrides, *ring), "v5p-32")).exchanges
-    sent = sum(e.payload for e in exchanges if e.kind == "collective-permute")
+    sent_bytes = sum(e.payload for e in exchanges if e.kind == "collective-permute")
     chunk = B * T // 16
     latents = 2 * chunk * (64 + 16)
     documents = 4 * chunk
     forward = 15 * (latents + documents)
-    gradients = 16 * 2 * latents  # in float32
-    assert sent == pytest.approx(L * (2 * forward + gradients), rel=5e-3)
+    gradients = 16 * 2 * latents  # They are in float32.
+    assert sent_bytes == pytest.approx(L * (2 * forward + gradients), rel=5e-3)
 
 
 def test_a_token_shift_gathers_a_quarter_of_one_position(composed, lay_out):
-    def gathered(token_shift):
+    def gathered_bytes(token_shift):
         mesh = ("mesh.fsdp=1", "mesh.context=16", "mesh.context_attention=all_gather")
         shape = (*SHAPE, "model.attention=xla", f"model.token_shift={token_shift}")
         exchanges = local_step(lay_out(composed(*shape, *mesh), "v5p-32")).exchanges
         return sum(e.payload for e in exchanges if e.kind == "all-gather")
 
-    assert gathered("mlp") - gathered("none") == L * 16 * B * 2 * D / 4
+    assert gathered_bytes("mlp") - gathered_bytes("none") == L * 16 * B * 2 * D / 4
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_copies_travel_to_the_devices_of_their_experts(
     mesh = ("mesh.fsdp=1", "mesh.expert=8", "train.remat=full", "tracker=none")
     data = ("data.batch_size=16", "data.sequence_length=128", "model.attention=xla")
     exchanges = local_step(lay_out(composed(*shape, *mesh, *data), "v5e-8")).exchanges
-    sent = sum(e.payload for e in exchanges if e.kind == "ragged-all-to-all")
+    sent_bytes = sum(e.payload for e in exchanges if e.kind == "ragged-all-to-all")
     rows = 2 * 128 * copies
     width = 128
     expected = 2 * rows * (5 * 2 * width + 3 * 4 * 128)
-    assert sent == pytest.approx(expected, rel=1e-3)
+    assert sent_bytes == pytest.approx(expected, rel=1e-3)
 
 
 def exchange(kind, members=()):
@@ -130,7 +130,8 @@ def phases_on(mesh, *fields):
             {("DCN", "reduce-scatter", 200, 100), ("ICI", "all-reduce", 800, 1200)},
         ),
         (("all-to-all",), {("DCN", "all-to-all", 800, 400)}),
-        # Neighbours are in different slices: here two of each, one of each, one alone.
+        # Neighbours are in different slices. The members are two of each slice, then
+        # one of each slice, then two of one slice.
         (
             ("all-gather", (0, 1, 4, 5)),
             {("DCN", "all-gather", 400, 200), ("ICI", "all-gather", 800, 400)},

@@ -1,4 +1,4 @@
-"""FLOPs, by hand, and on meshes that must agree. test_step.py has compiled FLOPs."""
+"""FLOPs follow formulas and agree across meshes; test_step.py has compiled ones."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def count_flops(composed, lay_out):
     "name", ["ddp_full", "ddp_attention", "ddp_dots", "fsdp", "tensor_only", "local"]
 )
 def test_flops_are_those_of_the_compiled_step(stored_step, name):
-    """The text states the products; kernels' FLOPs are the estimate's in both."""
+    """The text states the products; both take kernels' FLOPs from the estimate."""
     step = stored_step(name)
     for compiled, estimated in zip(
         step.cost.sections, estimate_step(step.program).sections, strict=True
@@ -53,10 +53,10 @@ def test_layers_with_and_without_a_window_compute_their_own_scores(count_flops):
         layers = f"model.layer_pattern=[{pattern}]"
         return count_flops("v5e-8", *shape, *window, layers).attention
 
-    short = attention("local")
-    full = attention("global")
-    assert short < full
-    assert attention("local,local,local,global") == (3 * short + full) / 4
+    local_flops = attention("local")
+    global_flops = attention("global")
+    assert local_flops < global_flops
+    assert attention("local,local,local,global") == (3 * local_flops + global_flops) / 4
 
 
 def test_a_stage_with_one_row_computes_half_of_what_two_rows_take(count_flops):
@@ -80,11 +80,11 @@ EXPERTS = (
 def test_devices_together_compute_the_same_on_every_mesh_of_experts(
     composed, lay_out, expert, tensor
 ):
-    def flops(*sizes):
+    def total_flops(*sizes):
         program = lay_out(composed(*EXPERTS, *sizes), "v5p-32")
-        found = estimate_step(program).flops
-        assert 0 < found.grouped < found.products
-        return found.total * program.mesh.size
+        counts = estimate_step(program).flops
+        assert 0 < counts.grouped < counts.products
+        return counts.total * program.mesh.size
 
-    found = flops(f"mesh.expert={expert}", f"mesh.tensor={tensor}")
-    assert found == pytest.approx(flops("mesh.tensor=2"), rel=0.01)
+    total = total_flops(f"mesh.expert={expert}", f"mesh.tensor={tensor}")
+    assert total == pytest.approx(total_flops("mesh.tensor=2"), rel=0.01)

@@ -1,4 +1,4 @@
-"""The whole estimate, without a compiler, against compiled steps."""
+"""Estimates, which need no compiler, are near the figures of compiled steps."""
 
 import json
 from collections import defaultdict
@@ -24,9 +24,9 @@ from train.plan.small_copy import make_copy
 
 @pytest.fixture
 def laid_out(composed, lay_out):
-    """Lay a model out on stand-ins: (target, *overrides) -> Program."""
+    """Return a function: (target, *overrides) -> a program on stand-ins."""
     base = ("optimizer=adamw", "tracker=none", "model.vocab_size=65536")
-    return lambda target, *more: lay_out(composed(*base, *more), target)
+    return lambda target, *overrides: lay_out(composed(*base, *overrides), target)
 
 
 FIGURES = json.loads(Path(__file__).with_name("compiled_figures.json").read_text())
@@ -56,12 +56,12 @@ def test_estimates_are_near_compiled_steps(laid_out, figures):
     assert flops == pytest.approx(figures["flops"], rel=1e-3)
     temporaries = memory.parts["temporaries"].bytes
     assert 0.5 < temporaries / figures["temporaries"] <= 1
-    # What experts add for each layer is not known entirely.
-    allowed = 0.09 if program.config.model.expert_layers else 0.05
+    # The memory that experts add for each layer is not known exactly.
+    tolerance = 0.09 if program.config.model.expert_layers else 0.05
     if copy := make_copy(program):
         growth = temporaries_by_depth(program) - temporaries_by_depth(copy)
-        whole = figures["two_repeats"] + growth
-        assert whole == pytest.approx(figures["temporaries"], rel=allowed)
+        extrapolated = figures["two_repeats"] + growth
+        assert extrapolated == pytest.approx(figures["temporaries"], rel=tolerance)
     if "hbm_bytes" in figures:
         assert 0.7 < cost.hbm_bytes.total / figures["hbm_bytes"] < 2.6
 
@@ -96,18 +96,18 @@ def test_the_copy_of_a_deep_model_has_a_loop_too(laid_out):
 def test_a_program_that_recomputes_has_a_loop_again(laid_out):
     program = laid_out("h200-1", *GPT2)
     train = replace(program.config.train, remat=Remat.full)
-    found = program, program.with_train_config(train)
-    assert [each.execution.layer_unroll for each in found] == [-1, 1]
+    programs = program, program.with_train_config(train)
+    assert [candidate.execution.layer_unroll for candidate in programs] == [-1, 1]
 
 
 def test_the_state_is_exact_and_temporaries_are_itemised(laid_out):
     program = laid_out("h100-8", *GPT2, "mesh=fsdp")
-    known = device_memory(program)
+    computed = device_memory(program)
     memory = estimate_memory(program)
     assert memory.needed.how == LOWER_BOUND
-    assert {memory.parts[name] for name in HELD} == {known.parts[n] for n in HELD}
+    assert {memory.parts[name] for name in HELD} == {computed.parts[n] for n in HELD}
     size = sum(figure.bytes for figure in memory.temporaries.values())
-    assert memory.needed.bytes == known.held + size
+    assert memory.needed.bytes == computed.held + size
     assert memory.parts["temporaries"].bytes == size
     assert memory.temporaries["saved activations"].bytes > size / 3
 
@@ -129,19 +129,19 @@ def test_a_step_is_refused_without_a_compiler(laid_out):
 
 
 def test_weights_sharded_over_slices_use_both_networks_as_compiled(laid_out):
-    """The figures are MiB that a chip sends (jax 0.10.2, libtpu 0.0.42.1)."""
+    """The figures are the MiB that a chip sends (jax 0.10.2, libtpu 0.0.42.1)."""
     shape = ("model=llama3_8b", "model.num_layers=2", "model.vocab_size=128256")
     rows = ("data.sequence_length=2048", "data.batch_size=64", "train.remat=full")
     mesh = ("mesh=fsdp", "mesh.dcn.fsdp=2")
-    found = estimate_step(laid_out("v5e-16x2", *shape, *rows, *mesh)).sent
-    sent = defaultdict[tuple[str, str], float](float)
-    for row in found:
-        sent[row.network, row.kind] += row.sent / 2**20
+    totals = estimate_step(laid_out("v5e-16x2", *shape, *rows, *mesh)).sent
+    sent_mib = defaultdict[tuple[str, str], float](float)
+    for row in totals:
+        sent_mib[row.network, row.kind] += row.sent / 2**20
     # XLA chooses how to send small vectors.
-    del sent["DCN", "all-reduce"], sent["ICI", "all-reduce"]
+    del sent_mib["DCN", "all-reduce"], sent_mib["ICI", "all-reduce"]
     # XLA pads the small scatters of the head's pieces.
-    assert sent.pop(("ICI", "reduce-scatter")) == pytest.approx(1732.35, rel=8e-3)
-    assert sent == pytest.approx(
+    assert sent_mib.pop(("ICI", "reduce-scatter")) == pytest.approx(1732.35, rel=8e-3)
+    assert sent_mib == pytest.approx(
         {
             ("DCN", "all-gather"): 83.33,
             ("DCN", "reduce-scatter"): 57.34,
@@ -153,8 +153,8 @@ def test_weights_sharded_over_slices_use_both_networks_as_compiled(laid_out):
 
 
 def test_sums_and_items_agree(laid_out):
-    found = estimate_step(laid_out("h100-8", *GPT2, "mesh=fsdp"))
-    outside = sum(row.payload for row in found.outside_layers)
-    assert 0 < outside < sum(row.payload for row in found.sent)
-    assert {row.network for row in found.sent} == {"NVLink"}
-    assert json.loads(json.dumps(found.as_json()))["how"] == "estimated"
+    cost = estimate_step(laid_out("h100-8", *GPT2, "mesh=fsdp"))
+    outside_bytes = sum(row.payload for row in cost.outside_layers)
+    assert 0 < outside_bytes < sum(row.payload for row in cost.sent)
+    assert {row.network for row in cost.sent} == {"NVLink"}
+    assert json.loads(json.dumps(cost.as_json()))["how"] == "estimated"

@@ -1,4 +1,4 @@
-"""A model on four meshes of v5e-8, whose programs are estimated once."""
+"""A model is searched on four meshes of v5e-8; each program is estimated once."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ PLANS: dict[tuple, Plan] = {}
 
 @pytest.fixture(autouse=True)
 def estimated_once(monkeypatch):
-    """Estimate each program once, of three policies, for any budget."""
+    """Estimate each program of three policies once, and use it for any budget."""
     monkeypatch.setattr(recomputing, "POLICIES", FEW)
     monkeypatch.setattr(weigh, "layouts", lambda *_: MESHES)
 

@@ -1,4 +1,4 @@
-"""The layouts of a step."""
+"""Layouts are listed, and become overrides that give the same layout."""
 
 import math
 
@@ -14,21 +14,21 @@ SIZES = st.sampled_from([1, 2, 4, 6, 8, 256]), st.integers(1, 5)
 
 
 @given(*SIZES, st.sampled_from([0, 8]), st.sampled_from([4096, 2**15]))
-def test_meshes_are_distinct_and_use_all_devices(inside, slices, experts, length):
-    meshes = layouts(inside * slices, slices, experts, length)
+def test_meshes_are_distinct_and_use_all_devices(slice_size, slices, experts, length):
+    meshes = layouts(slice_size * slices, slices, experts, length)
     assert len(set(meshes)) == len(meshes)
     for mesh in meshes:
         sizes = (getattr(mesh, axis) for axis in MESH_AXES)
-        assert math.prod(sizes) == inside * slices
+        assert math.prod(sizes) == slice_size * slices
         assert mesh.expert <= max(experts, 1)
         assert mesh.context <= max(length // 8192, 1)
         assert mesh.dcn_pipeline * mesh.dcn_data * mesh.dcn_fsdp == slices
         assert mesh.pipeline in (1, slices)
         assert mesh.data % mesh.dcn_data == mesh.fsdp % mesh.dcn_fsdp == 0
     shapes = {(m.fsdp, m.tensor, m.expert) for m in meshes if m.dcn_fsdp == 1}
-    expected = {(inside, 1, 1), (1, 1, 1)}
-    if experts and inside % 4 == 0:
-        expected |= {(inside // 4, 1, 4), (1, 2, 2)}
+    expected = {(slice_size, 1, 1), (1, 1, 1)}
+    if experts and slice_size % 4 == 0:
+        expected |= {(slice_size // 4, 1, 4), (1, 2, 2)}
     assert expected <= shapes
 
 

@@ -1,4 +1,4 @@
-"""Which layouts and changes a search weighs; nothing is compiled."""
+"""A search weighs the allowed layouts and changes; nothing is compiled here."""
 
 import jax
 import pytest
@@ -26,7 +26,7 @@ def own_mesh_only(devices, monkeypatch):
 
 
 def test_layouts_that_a_command_would_refuse_are_not_weighed(composed, monkeypatch):
-    """With stages, moments cannot be in host memory."""
+    """Moments cannot be in host memory if the layout has stages."""
     stages = Layout(1, 4, pipeline=2, dcn_pipeline=2)
     monkeypatch.setattr(weigh, "layouts", lambda *_: [stages, Layout(2, 4, dcn_data=2)])
     offload = "optimizer.offload=true", "train.offload=[residual]"
@@ -44,16 +44,16 @@ def test_precision_is_changed_only_if_asked_for(composed, devices, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
     config = composed(*ADAMW, "mesh=fsdp")
     (plain,) = search(config, devices, budget(LARGE)).weighed
-    room = budget(plain.needed - 1)
-    result = search(config, devices, room)
+    limit = budget(plain.needed - 1)
+    result = search(config, devices, limit)
     assert result.best is None
     assert "search_precision=true" in none_fits(result, config)
-    result = search(config, devices, room, precision=True)
-    weighed = {c.layout.changes: c for c in result.weighed}
+    result = search(config, devices, limit, precision=True)
+    candidates = {c.layout.changes: c for c in result.weighed}
     int8 = (MOMENTS[1].override,)
     offload = (OFFLOAD[0].override,)
-    assert {*weighed} == {(), int8, offload, (*int8, *offload)}
-    assert weighed[offload].needed < weighed[int8].needed < plain.needed
+    assert {*candidates} == {(), int8, offload, (*int8, *offload)}
+    assert candidates[offload].needed < candidates[int8].needed < plain.needed
     assert result.best.layout.changes, "without changes none fits"
 
 

@@ -1,4 +1,4 @@
-"""The fastest layout that fits; functions stand for compilers."""
+"""A search returns the fastest layout that fits; functions replace compilers."""
 
 import dataclasses
 
@@ -20,43 +20,46 @@ from train.plan.search.search import choose, search
 
 @pytest.fixture
 def compilers(monkeypatch):
-    """Let compiled programs need what functions of an estimate say; list the calls."""
+    """Replace compilers with functions of the estimated plan, and list the calls."""
     calls = []
 
-    def replace_compiler(name, how, size):
+    def replace_compiler(name, method, size):
         def compile_program(program, budget):
-            calls.append(how)
+            calls.append(method)
             plan = estimate(program, budget)
-            needed = dataclasses.replace(plan.memory.needed, bytes=size(plan), how=how)
+            needed = dataclasses.replace(
+                plan.memory.needed, bytes=size(plan), how=method
+            )
             memory = dataclasses.replace(plan.memory, needed=needed)
             return dataclasses.replace(plan, memory=memory)
 
         monkeypatch.setattr(searching, name, compile_program)
 
-    def compilers(small, whole):
+    def compilers(small, full):
         replace_compiler("compile_small", "extrapolated", small)
-        replace_compiler("compile_and_read", "compiled", whole)
+        replace_compiler("compile_and_read", "compiled", full)
         return calls
 
     return compilers
 
 
 def test_the_fastest_layout_that_fits_is_best(composed, devices, capsys):
-    config = composed(*MODEL, "mesh=fsdp", "mesh.context=2")  # no listed mesh
+    # The search does not list this mesh.
+    config = composed(*MODEL, "mesh=fsdp", "mesh.context=2")
     result = search(config, devices, budget(LARGE))
     best = min((c for c in result.weighed if c.fits), key=lambda c: c.step_s)
     assert result.best == best
-    (given,) = (c for c in result.weighed if c.layout == result.given)
-    as_given = estimate(make_program(config, devices))
-    assert given.needed == as_given.memory.needed.bytes
+    (configured,) = (c for c in result.weighed if c.layout == result.given)
+    plan = estimate(make_program(config, devices))
+    assert configured.needed == plan.memory.needed.bytes
     # Twelve heads cannot be sharded over eight devices.
     assert {*result.excluded} == {"mesh.params.heads", "mesh.params.kv_heads"}
-    least = min(result.weighed, key=lambda c: c.needed)
-    assert {best, least} <= {*frontier(result.weighed)}
+    smallest = min(result.weighed, key=lambda c: c.needed)
+    assert {best, smallest} <= {*frontier(result.weighed)}
     print_result(result, config)
     printed = capsys.readouterr().out
     assert "the first of them: mesh.params.heads=tensor puts" in printed
-    assert f"{given.layout.overrides(config)} (this config's)" in printed
+    assert f"{configured.layout.overrides(config)} (this config's)" in printed
     assert f"best        {best.layout.overrides(config)}" in printed
     assert "compile this layout" in printed
 
@@ -64,12 +67,12 @@ def test_the_fastest_layout_that_fits_is_best(composed, devices, capsys):
 def test_a_layout_that_cannot_be_estimated_is_counted_with_the_reason(
     composed, config, devices, monkeypatch, capsys
 ):
-    known = weigh.estimate
+    original = weigh.estimate
 
     def fail(program, budget):
         if program.mesh.shape["tensor"] == 2:
             raise ValueError("no such kernel")
-        return known(program, budget)
+        return original(program, budget)
 
     monkeypatch.setattr(weigh, "estimate", fail)
     result = search(config, devices, budget(LARGE))
@@ -88,9 +91,9 @@ def test_a_search_is_cached(composed, config, devices, monkeypatch):
     result = search(config, devices, budget(LARGE), beat=lambda: beats.append(1))
     assert len(beats) >= len(result.weighed)
     monkeypatch.delattr(searching, "Weighing")
-    other = search(composed(*MODEL, "mesh=fsdp"), devices, budget(LARGE))
-    assert other.weighed == result.weighed
-    assert other.given != result.given
+    second = search(composed(*MODEL, "mesh=fsdp"), devices, budget(LARGE))
+    assert second.weighed == result.weighed
+    assert second.given != result.given
     plan = PlanConfig(**{**vars(config), "seed": 1}, search_compiles=0)
     assert search(plan, devices, budget(LARGE)) == result
     for change in ("runtime.sparse_cores=false", "model.num_layers=6"):
@@ -98,7 +101,9 @@ def test_a_search_is_cached(composed, config, devices, monkeypatch):
             search(composed(*MODEL, change), devices, budget(LARGE))
 
 
-def test_finalists_are_compiled_small_and_the_best_whole(config, devices, compilers):
+def test_finalists_are_compiled_as_small_copies_and_the_best_in_full(
+    config, devices, compilers
+):
     calls = compilers(lambda plan: LARGE, lambda plan: LARGE)
     result = search(config, devices, budget(LARGE), compiles=4)
     assert calls == 4 * ["extrapolated"] + ["compiled"]
@@ -120,23 +125,27 @@ def test_if_the_best_does_not_fit_the_next_is_compiled(config, devices, compiler
 
 
 def test_compiling_continues_until_a_layout_fits(config, devices, compilers):
-    """With the gap of the first layout, only the smallest layout is likely to fit."""
-    room = budget(LARGE)
-    least = min(c.needed for c in search(config, devices, room).weighed)
-    calls = compilers(*2 * [lambda plan: plan.memory.needed.bytes + LARGE - least])
-    assert search(config, devices, room, compiles=1, minutes=0).compiled == calls == []
-    result = search(config, devices, room, compiles=1)
+    """Only the smallest layout is likely to fit, if all have the gap of the first."""
+    limit = budget(LARGE)
+    smallest = min(c.needed for c in search(config, devices, limit).weighed)
+    calls = compilers(*2 * [lambda plan: plan.memory.needed.bytes + LARGE - smallest])
+    assert search(config, devices, limit, compiles=1, minutes=0).compiled == calls == []
+    result = search(config, devices, limit, compiles=1)
     assert result.best.needed == LARGE
     assert calls == ["extrapolated", "extrapolated", "compiled"]
 
 
 def test_without_a_compiler_a_margin_is_left(config, devices, monkeypatch):
-    """The needed memory is then a lower bound."""
-    weighed = search(config, devices, budget(LARGE)).weighed
-    fastest = weighed[0]
-    least = min(weighed, key=lambda c: c.needed)
-    safe = next(c for c in weighed if c.needed < 0.85 * fastest.needed)
-    sizes = {2 * fastest.needed: fastest, fastest.needed: safe, least.needed: least}
+    """The needed memory is a lower bound if nothing is compiled."""
+    candidates = search(config, devices, budget(LARGE)).weighed
+    fastest = candidates[0]
+    smallest = min(candidates, key=lambda c: c.needed)
+    safe = next(c for c in candidates if c.needed < 0.85 * fastest.needed)
+    sizes = {
+        2 * fastest.needed: fastest,
+        fastest.needed: safe,
+        smallest.needed: smallest,
+    }
     for size, expected in sizes.items():
         room = budget(size)
         monkeypatch.setattr(searching, "budget_of", lambda *_, room=room: room)
@@ -146,13 +155,13 @@ def test_without_a_compiler_a_margin_is_left(config, devices, monkeypatch):
 def test_if_none_fits_the_closest_is_named(config, devices, capsys):
     result = search(config, devices, budget(2**20))
     assert result.best is None
-    least = min(result.weighed, key=lambda c: c.needed)
+    smallest = min(result.weighed, key=lambda c: c.needed)
     print_result(result, config)
     printed = capsys.readouterr().out
-    assert f"needed by {least.layout.overrides(config)}" in printed
-    with pytest.raises(Exit, match="none fits") as raised:
+    assert f"needed by {smallest.layout.overrides(config)}" in printed
+    with pytest.raises(Exit, match="none fits") as error:
         choose(config, devices, margin=0.99999)
-    assert raised.value.code == DOES_NOT_FIT
+    assert error.value.code == DOES_NOT_FIT
 
 
 def test_devices_of_unknown_rates_are_all_on_fsdp(config):

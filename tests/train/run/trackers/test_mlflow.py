@@ -24,7 +24,7 @@ def _steps(run_dir: Path, key: str) -> list[int]:
     return [metric.step for metric in client.get_metric_history(run_id, key)]
 
 
-def test_each_step_is_there_once_in_one_run_after_a_kill(tmp_path):
+def test_each_step_is_recorded_once_in_one_run_after_a_kill(tmp_path):
     from mlflow.tracking import MlflowClient
 
     life(CONFIG, tmp_path, "mlflow")
@@ -39,7 +39,7 @@ def test_each_step_is_there_once_in_one_run_after_a_kill(tmp_path):
     assert run.data.metrics["loss"] == 1 / 12
 
 
-def test_a_line_that_a_kill_took_is_brought_by_the_next_start(tmp_path):
+def test_a_line_that_a_kill_lost_is_written_by_the_next_start(tmp_path):
     begin(CONFIG, tmp_path, 1, 0, 3).finish()
     (tmp_path / "mlflow/last_step").write_text("1")
     for file in (tmp_path / "mlflow").rglob("metrics/loss"):

@@ -10,7 +10,7 @@ CONFIG = TrackerConfig(tensorboard=TensorBoardConfig(enabled=True))
 
 
 def _read(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """Read as TensorBoard does."""
+    """Return the steps and values of each tag as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir / "tensorboard"), {"scalars": 0})
@@ -21,16 +21,16 @@ def _read(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_each_step_is_there_once_after_a_kill(tmp_path):
+def test_each_step_is_recorded_once_after_a_kill(tmp_path):
     life(CONFIG, tmp_path, "tensorboard")
-    seen = _read(tmp_path)
-    assert [step for step, _ in seen["loss"]] == list(range(1, 13))
-    assert [step for step, _ in seen["eval/loss"]] == [3, 6, 9, 12]
-    assert seen["loss"][3][1] == 0.25
+    scalars = _read(tmp_path)
+    assert [step for step, _ in scalars["loss"]] == list(range(1, 13))
+    assert [step for step, _ in scalars["eval/loss"]] == [3, 6, 9, 12]
+    assert scalars["loss"][3][1] == 0.25
     assert len(list((tmp_path / "tensorboard").glob("*tfevents*"))) == 3
 
 
-def test_a_rewind_is_seen(tmp_path):
+def test_a_rewind_replaces_later_steps(tmp_path):
     begin(CONFIG, tmp_path, 1, 0, 6).finish()
     begin(CONFIG, tmp_path, 2, 2, 4).finish()
     rates = [(1, 1), (2, 1), (3, 2), (4, 2)]

@@ -33,21 +33,21 @@ assert "jax" not in sys.modules
 
 
 def _records(path: Path) -> list:
-    """Read wandb's file: LevelDB's log format after a header, protobuf within."""
+    """Read a file of wandb: after a header, LevelDB's log format holds protobufs."""
     from wandb.proto import wandb_internal_pb2
 
     data = path.read_bytes()
-    at = 7
+    offset = 7
     record = b""
     records = []
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
+    while offset + 7 <= len(data):
+        if 32768 - offset % 32768 < 7:
+            offset += 32768 - offset % 32768
             continue
-        size = int.from_bytes(data[at + 4 : at + 6], "little")
-        kind = data[at + 6]  # 1 whole, 2 first, 3 middle, 4 last
-        record += data[at + 7 : at + 7 + size]
-        at += 7 + size
+        size = int.from_bytes(data[offset + 4 : offset + 6], "little")
+        kind = data[offset + 6]  # 1 whole, 2 first, 3 middle, 4 last
+        record += data[offset + 7 : offset + 7 + size]
+        offset += 7 + size
         if kind in (1, 4):
             message = wandb_internal_pb2.Record()
             message.ParseFromString(record)
@@ -73,14 +73,14 @@ def test_two_sessions_are_one_run_and_all_files_lie_in_its_folder(tmp_path):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "XDG"))}
     env |= {"HOME": str(tmp_path / "home"), "PYTHONPATH": str(REPOSITORY)}
     for first, last in [("1", "6"), ("6", "11")]:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", SESSION, "../run", first, last],
             cwd=tmp_path / "cwd",
             env=env,
             capture_output=True,
             text=True,
         )
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert list((tmp_path / "home").iterdir()) == []
     assert list((tmp_path / "cwd").iterdir()) == []
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["wandb"]
@@ -89,7 +89,7 @@ def test_two_sessions_are_one_run_and_all_files_lie_in_its_folder(tmp_path):
     assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
     history = [row for file in files for row in _history(file)]
     assert [row["step"] for row in history] == list(range(1, 11))
-    # Steps that go on are what a server accepts from the second session.
+    # A server accepts only steps that continue from those of the first session.
     assert [row["_step"] for row in history] == list(range(1, 11))
     assert history[4]["loss"] == 0.2
     metrics = [r.metric for r in _records(files[0]) if r.HasField("metric")]
@@ -116,7 +116,7 @@ class FakeRun:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Stand in for wandb; `fake.run` records, `fake.init_kwargs` shows the call."""
+    """Replace wandb; `fake.run` records lines, `fake.init_kwargs` holds the call."""
     monkeypatch.setenv("WANDB_CACHE_DIR", "put back after the test")
     monkeypatch.setenv("WANDB_SILENT", "put back after the test")
     module = types.ModuleType("wandb")
