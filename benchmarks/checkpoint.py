@@ -22,10 +22,10 @@ from etils import epath
 from data.batch import Batch
 from train.cli.command import compose
 from train.config import CheckpointConfig
-from train.core.program import Program, make_program, settle
-from train.core.runtime import set_up
+from train.resolve.program import ConfiguredProgram, make_program, settle
 from train.run.checkpoint import Checkpoints
 from train.run.digests import find_damage, step_bytes
+from train.runtime import set_up
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
         shutil.rmtree(folder)
 
 
-def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
+def measure(program: ConfiguredProgram, folder: Path, saves: int, steps: int) -> None:
     state = program.init()
     tokens = np.zeros((8, 256), np.int32)
     fields = (None if field is None else tokens for field in program.batch)

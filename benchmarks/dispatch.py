@@ -16,8 +16,8 @@ from data.batch import Batch
 from train.cli.command import compose
 from train.config import Platform, RuntimeConfig
 from train.core.feed import place
-from train.core.program import make_program
-from train.core.runtime import set_up
+from train.resolve.program import make_program
+from train.runtime import set_up
 
 
 def main() -> None:

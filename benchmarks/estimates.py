@@ -28,12 +28,12 @@ from dataclasses import dataclass
 import jax
 
 from train.cli.command import compose
-from train.core.program import Program, make_program, settle
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
 from train.plan.config import PlanConfig
 from train.plan.plan import Plan, compile_and_read, estimate
 from train.plan.recomputing import POLICIES, format_policy
+from train.resolve.program import ConfiguredProgram, make_program, settle
 from train.units import format_bytes
 
 GPT2 = "model=gpt2_124m data.sequence_length=1024"
@@ -94,7 +94,7 @@ class Compared:
     compiled: float
 
 
-def lay_out(case: str) -> Program:
+def lay_out(case: str) -> ConfiguredProgram:
     """Return the program of a case on stand-ins for the devices of its target."""
     target, *overrides = case.split()
     base = ["optimizer=adamw", "tracker=none"]

@@ -18,7 +18,7 @@ In `speed`, the contenders alternate, each time in a new process, because each m
 all of the GPU's memory. The results of a part are written to the JSON file as soon as
 they are known; results of other parts stay in the file. The program names the parts
 that failed at the end, and exits with 1. Longhaul's processes share the compilation
-cache in $JAX_COMPILATION_CACHE_DIR (train/core/runtime.py), and thus compile a step
+cache in $JAX_COMPILATION_CACHE_DIR (train/runtime.py), and thus compile a step
 once. `--parts` and `--presets` divide a long benchmark into short ones.
 """
 

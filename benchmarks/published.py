@@ -30,8 +30,6 @@ from data.machine import cache_folder
 from train.cli.command import compose
 from train.config import Config, Platform
 from train.console import print_table
-from train.core.program import Program, make_program, settle
-from train.core.runtime import set_up
 from train.hardware.chips import Chip
 from train.hardware.devices import fake_devices, missing_compiler, prepare
 from train.hardware.targets import parse_target
@@ -41,7 +39,9 @@ from train.plan.estimated.step import estimate_step
 from train.plan.plan import compile_and_read
 from train.plan.roofline import predict
 from train.plan.scaling import weak_scaling
+from train.resolve.program import ConfiguredProgram, make_program, settle
 from train.run.versions import versions
+from train.runtime import set_up
 
 _LIBRARIES = ("jax", "libtpu", "jax-cuda13-plugin")
 
@@ -71,7 +71,7 @@ class Found(NamedTuple):
     """The cost of a row's step, and the program and the chip that it is for."""
 
     cost: StepCost
-    program: Program
+    program: ConfiguredProgram
     chip: Chip
 
     @property
@@ -158,7 +158,7 @@ def platform_of(chip: Chip) -> str:
     return "B200" if chip.kind == "B200" else "GPU"
 
 
-def execution_of(program: Program) -> StepCost | str:
+def execution_of(program: ConfiguredProgram) -> StepCost | str:
     """Compile a program and return its cost, or the reason why there is none."""
     plan = compile_and_read(program)
     if plan.text is None and plan.fits:

@@ -38,9 +38,9 @@ from data.storage import write_atomically
 from train.cli.command import compose
 from train.config import Config
 from train.core.eval_step import make_eval_step
-from train.core.program import Program, make_program, settle
-from train.core.runtime import set_up
 from train.core.step import make_train_step
+from train.resolve.program import ConfiguredProgram, make_program, settle
+from train.runtime import set_up
 
 NUM_CHUNKS = 4  # calls of the compiled scan in a run
 VALIDATION_BATCHES = 40
@@ -126,7 +126,7 @@ class Prepared(NamedTuple):
     """A sweep's program and its data."""
 
     sweep: Sweep
-    program: Program
+    program: ConfiguredProgram
     batches: Batch  # int32 [steps, seeds, B, T] fields
     validation: Batch  # int32 [n, B, T] fields
 

@@ -1,14 +1,20 @@
-"""The parts of which models are made. A model takes them as a value."""
+"""The parts of models, and the kernels and methods that run them, as values."""
 
 from flax import nnx
 
 from model.choices import Mixer
 from model.config import ModelConfig
+from model.execution_parts import ExecutionParts
 from model.layers import MLP, SelfAttention
 from model.model_parts import ModelParts
+from model.parts.attention import KernelAttention, choose_kernel
+from model.parts.context.context_parallel import choose_context_attention
 from model.parts.delta.layer import GatedDeltaNet
+from model.parts.eight_bits.recipes import RECIPES
 from model.parts.experts.experts import Experts
+from model.parts.experts.grouped import choose_grouped
 from model.parts.latent.attention import LatentAttention
+from model.parts.pipeline import CircularPipeline
 from model.parts.predict_ahead import PredictionModules
 from model.parts.token_shift import shift_channels
 
@@ -28,4 +34,13 @@ MODEL_PARTS = ModelParts(
     experts=Experts,
     shift=shift_channels,
     prediction_modules=PredictionModules,
+)
+
+EXECUTION_PARTS = ExecutionParts(
+    choose_kernel=choose_kernel,
+    choose_context_attention=choose_context_attention,
+    make_attention=KernelAttention,
+    choose_grouped=choose_grouped,
+    quantizations=RECIPES,
+    make_pipeline=CircularPipeline,
 )

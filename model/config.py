@@ -335,7 +335,7 @@ class ModelConfig:
         gives equal shards under tensor parallelism. Padding does not depend on the
         mesh, so that a checkpoint can be restored on any mesh.
         """
-        assert self.vocab_size is not None, "resolved by train/core/program.py"
+        assert self.vocab_size is not None, "`settle` sets it (train/resolve)"
         if self.vocab_size < _MIN_PADDED_VOCAB:
             return self.vocab_size
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

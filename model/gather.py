@@ -34,7 +34,7 @@ class AxisSteps(NamedTuple):
     steps of (p, q) first sums over p devices that are far apart, then over q
     neighbours. A gather takes the steps in reverse. The last number of a tuple is the
     number of slices that the axis crosses: neighbours along the axis are in different
-    slices (train/core/mesh.py). `small` replaces `gather` for small weights.
+    slices (train/resolve/mesh.py). `small` replaces `gather` for small weights.
     """
 
     axis: str

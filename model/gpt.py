@@ -51,7 +51,7 @@ class GPT(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, parts: ModelParts):
         """Draw every parameter."""
-        assert config.vocab_size is not None, "resolved by train/core/program.py"
+        assert config.vocab_size is not None, "`settle` sets it (train/resolve)"
         self.config = config
         std = config.embedding_std
         size = config.vocab_size
@@ -59,7 +59,7 @@ class GPT(nnx.Module):
         self.embedding = Table(config, size, "vocab", std, rngs, padding=padding)
         learned = config.position is Position.learned
         length = config.max_sequence_length or 0
-        assert length or not learned, "resolved by train/core/program.py"
+        assert length or not learned, "`settle` sets it (train/resolve)"
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
         keys_L = draw_layer_keys(config, rngs)
@@ -189,7 +189,7 @@ class GPT(nnx.Module):
                     positions_BT=positions_BT, rotations=self._rotations(positions_BT)
                 ),
                 # Every group of layers has the same local flags
-                # (train/core/mesh_sizes.py).
+                # (train/resolve/mesh_sizes.py).
                 flags=flags._replace(local=flags.local[:depth]),
                 unroll=execution.layer_unroll,
                 first_layer=group_number * depth,

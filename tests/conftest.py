@@ -108,7 +108,7 @@ def composed() -> Callable:
     """
     from train.cli.command import compose
     from train.config import Config
-    from train.core.program import settle
+    from train.resolve.program import settle
 
     def composed(*overrides: str) -> Config:
         return settle(compose(overrides), vocab_size=384)

@@ -8,19 +8,19 @@ from model.choices import Mixer
 from model.params import ParamInfo, named
 from train.config import Transfer
 from train.console import print_table
+from train.core.layout import bytes_per_device
 from train.core.loss.form import choose_form
-from train.core.mesh_sizes import num_shards
-from train.core.program import Program
-from train.core.sharding import bytes_per_device
+from train.core.shards import num_shards
 from train.hardware.chips import peak_flops
 from train.optimizers.groups import group_members
 from train.optimizers.transfer import transfer_ratios
+from train.resolve.program import ConfiguredProgram
 from train.units import format_bytes, format_flops
 
 _NO_PEAK = "unknown peak, so MFU is not shown"
 
 
-def describe_program(program: Program) -> None:
+def describe_program(program: ConfiguredProgram) -> None:
     """Print the devices, mesh and state, and the tokens and FLOPs of a step."""
     config = program.config
     devices = program.mesh.devices
@@ -65,7 +65,7 @@ def describe_program(program: Program) -> None:
     print(f"steps       {config.train.num_steps:,}", flush=True)
 
 
-def _describe_groups(program: Program) -> None:
+def _describe_groups(program: ConfiguredProgram) -> None:
     """Print which parameters have another learning rate or another decay."""
     optimizer = program.config.optimizer
     if optimizer.transfer is not Transfer.none:
@@ -80,7 +80,7 @@ def _describe_groups(program: Program) -> None:
         print(f"group       {group.match}: {text}, for {', '.join(names)}")
 
 
-def _describe_layers(program: Program) -> None:
+def _describe_layers(program: ConfiguredProgram) -> None:
     """Print how attention, experts and 8-bit products are executed."""
     model = program.config.model
     execution = program.execution
@@ -108,7 +108,7 @@ def _describe_layers(program: Program) -> None:
             print(f"            those of layer {', '.join(layers)} in {dtype}")
 
 
-def _describe_loss(program: Program) -> None:
+def _describe_loss(program: ConfiguredProgram) -> None:
     """Print which logits exist at once on a device, unless all of them do."""
     config = program.config
     rows = program.execution.placement.microbatch_shape
@@ -133,7 +133,7 @@ def describe_data(order: Order, num_steps: int) -> None:
         print(f"{title:<11} {name}: {len(rows):,} rows, {use}")
 
 
-def print_parameters(program: Program) -> None:
+def print_parameters(program: ConfiguredProgram) -> None:
     """Print a table of the parameters with shape, dtype, spec and bytes per device."""
     infos = dict(named(program.infos, lambda x: isinstance(x, ParamInfo)))
     rows = [

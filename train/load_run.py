@@ -11,13 +11,13 @@ from data.sources import Sources, open_sources
 from model.choices import Attention, ComputeDtype
 from model.config import ModelConfig
 from train.config import Config, MeshConfig, RunConfig, RuntimeConfig, Step
-from train.core.program import Program, make_program
-from train.core.runtime import set_up
 from train.errors import ConfigError
 from train.identity import run_dir
+from train.resolve.program import ConfiguredProgram, make_program
 from train.run.folder import run_folder
 from train.run.restore import SavedSteps
 from train.run.starts import check_data, read_run, recorded_run_id
+from train.runtime import set_up
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def load_run(
     runtime: RuntimeConfig,
     step: Step | None = None,
     batch_size: int | None = None,
-) -> tuple[Program, Sources, int, Any]:
+) -> tuple[ConfiguredProgram, Sources, int, Any]:
     """Build a run's program on this machine and restore its weights.
 
     Args:
@@ -64,7 +64,7 @@ def load_run(
     return program, sources, step, params
 
 
-def with_microbatches(program: Program, limit: int) -> Program:
+def with_microbatches(program: ConfiguredProgram, limit: int) -> ConfiguredProgram:
     """Return a program that splits its batch into at most `limit` microbatches.
 
     Each device needs rows of every microbatch, so this mesh may require fewer.
@@ -75,7 +75,9 @@ def with_microbatches(program: Program, limit: int) -> Program:
     return program.with_train_config(replace(train, accumulation_steps=count))
 
 
-def make_program_here(config: Config, num_tokens: int | None = None) -> Program:
+def make_program_here(
+    config: Config, num_tokens: int | None = None
+) -> ConfiguredProgram:
     """Make a run's program for the devices of this machine.
 
     The program uses the run's mesh if it fits these devices and has no pipeline, which
@@ -113,7 +115,7 @@ def _replacements(model: ModelConfig, refused_keys: set[str]) -> dict[str, Any]:
     }
 
 
-def _make_on_fitting_mesh(config: Config, num_tokens: int | None) -> Program:
+def _make_on_fitting_mesh(config: Config, num_tokens: int | None) -> ConfiguredProgram:
     """Return the program on the run's mesh, or on a mesh that fits these devices."""
     devices = jax.devices()
     batch_size = config.data.batch_size

@@ -20,12 +20,12 @@ from data.encoding import padded_vocab_size
 from data.errors import DataError
 from data.sources import Sources, encoding_of, open_sets, open_sources
 from train.config import Config, DistributedConfig
-from train.core.phases import phase_programs
-from train.core.program import Program, make_program, settle
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake, check_all
 from train.evaluate.tasks import TaskRequest, Tasks, load_tasks
 from train.identity import run_dir
+from train.resolve.phases import phase_programs
+from train.resolve.program import ConfiguredProgram, make_program, settle
 from train.run.versions import code_version, versions
 
 
@@ -51,7 +51,7 @@ class Prepared:
     config: Config
     cluster: Cluster
     devices_s: tuple[float, float]
-    program: Program
+    program: ConfiguredProgram
     sources: Sources
     tasks: Tasks | None = None
 

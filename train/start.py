@@ -23,9 +23,7 @@ from data.batches import Order, batch_number
 from data.errors import DataError
 from train.config import Config
 from train.core.loop import Trainer
-from train.core.phases import PhaseSteps, phase_programs
-from train.core.program import make_program
-from train.core.runtime import set_up
+from train.core.phases import PhaseSteps
 from train.core.state import TrainState, best_params
 from train.describe import describe_data, describe_program
 from train.distributed.preemption import Crash, Preemption
@@ -37,11 +35,14 @@ from train.evaluate.results import compute_results, print_results
 from train.evaluate.validation import as_metrics
 from train.identity import run_dir
 from train.preflight import Prepared, settled_run_dir
+from train.resolve.phases import phase_programs
+from train.resolve.program import make_program
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.folder import run_folder
 from train.run.starts import document_start_of, read_results
 from train.run.validations import PART
+from train.runtime import set_up
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,8 @@ def _make_trainer(
         program = make(config)
     order = Order(prepared.sources, config.data, config.seed)
     last_batch = order.batch_number(config.train.num_steps - 1)
-    phases = PhaseSteps(phase_programs(program, make), last_batch)
+    is_watched = config.log.numerics_interval_steps is not None
+    phases = PhaseSteps(phase_programs(program, make), last_batch, is_watched)
     checkpoints = Checkpoints(
         run.path / "checkpoints",
         config.checkpoint,

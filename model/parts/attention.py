@@ -124,7 +124,7 @@ class KernelAttention:
         placement = options.placement
         if self.kernel is Attention.xla and not placement.sequence_axes:
             return PLAIN_ATTENTION.attend(inputs, options)
-        assert options.drop is None, "train/core/execution.py refuses dropout here"
+        assert options.drop is None, "train/resolve/execution.py refuses dropout here"
         q_BTNH = inputs.q_BTNH
         row_length = q_BTNH.shape[1] * jax.lax.psum(1, placement.sequence_axes)
         window = options.window

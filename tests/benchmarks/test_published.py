@@ -9,9 +9,9 @@ import pytest
 from benchmarks import published
 from benchmarks.published_rows import TABLES, read_rows
 from tests.train.machines import machine
-from train.core.program import make_program
 from train.plan.estimated.step import estimate_step
 from train.plan.roofline import predict
+from train.resolve.program import make_program
 
 BASE = ("optimizer=adamw", "tracker=none")
 ROOT = Path(published.__file__).parents[1]

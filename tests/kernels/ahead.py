@@ -41,12 +41,12 @@ from model.parts.attention import KernelAttention
 from model.parts.eight_bits.recipes import RECIPES
 from model.parts.experts.grouped import choose_grouped, grouped_product
 from train.cli.command import compose
-from train.core.mesh import Device
-from train.core.program import make_program, settle
 from train.hardware.collective_steps import collective_steps
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
 from train.plan.aot import compile_step, lower_step
+from train.resolve.mesh import Device
+from train.resolve.program import make_program, settle
 
 KINDS = ("argument", "output", "alias", "temp", "generated_code")
 

@@ -282,7 +282,7 @@ def test_experts_multiply_float8(compiled):
 GRADIENT = """
 import sys
 from train.config import Platform, RuntimeConfig
-from train.core.runtime import set_up
+from train.runtime import set_up
 set_up(RuntimeConfig(platform=Platform.cpu, deterministic=sys.argv[1] == "True"))
 import jax, jax.numpy as jnp
 

@@ -26,7 +26,6 @@ from unittest import mock
 import jax
 
 from tests.fleet import REPOSITORY
-from train.core.program import Program, make_program
 from train.hardware import devices
 from train.hardware.targets import parse_target
 from train.plan.compiled import step
@@ -35,6 +34,7 @@ from train.plan.compiled.hlo import Module
 from train.plan.compiled.trip_counts import read_module
 from train.plan.cost import StepCost
 from train.plan.estimated.local_step import local_step
+from train.resolve.program import ConfiguredProgram, make_program
 
 L = 3
 D = 256
@@ -99,7 +99,7 @@ class Compiled(NamedTuple):
     """A compiled step. `memory` is bytes per device, by kind; a CPU has None."""
 
     text: str
-    program: Program
+    program: ConfiguredProgram
     module: Module
     collectives: list[Collective]
     memory: dict[str, int] | None = None
@@ -144,7 +144,7 @@ def make_stored(composed: Callable) -> Compile:
 
 
 def read_step(
-    program: Program, text: str, memory: dict[str, int] | None = None
+    program: ConfiguredProgram, text: str, memory: dict[str, int] | None = None
 ) -> Compiled:
     module = read_module(text, program.config.model)
     assert module.unread == []

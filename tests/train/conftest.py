@@ -23,9 +23,9 @@ from tests.forks import Forks
 from tests.train.compiled import Compile, make_compile, make_stored
 from train.config import Config
 from train.core.feed import place
-from train.core.program import Program, make_program
 from train.core.step import make_gradients
 from train.hardware.devices import prepare
+from train.resolve.program import ConfiguredProgram, make_program
 
 TINY = (
     *("model.num_layers=2", "model.num_heads=4", "model.embed_dim=32"),
@@ -46,7 +46,7 @@ DEEP = ("model.num_layers=4", "model.embed_dim=16")
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
 Configure = Callable[..., Config]
-Programs = Callable[..., Program]
+Programs = Callable[..., ConfiguredProgram]
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def programs(configure: Configure, store: Sources) -> Programs:
     """Return the program of a tiny config on the first `devices` devices."""
 
     @functools.cache
-    def program(*overrides: str, devices: int = 1) -> Program:
+    def program(*overrides: str, devices: int = 1) -> ConfiguredProgram:
         return make_program(configure(*overrides), jax.devices()[:devices])
 
     return program

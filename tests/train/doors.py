@@ -12,7 +12,7 @@ import pytest
 from etils import epath
 
 from tests.forks import Forks
-from train.core.program import make_program
+from train.resolve.program import make_program
 from train.run.restore import SavedSteps
 from train.run.starts import read_run
 

@@ -8,12 +8,12 @@ from unittest import mock
 from jax.sharding import Mesh
 
 from train.config import Config
-from train.core.mesh import make_mesh
 from train.hardware import devices as topology
 from train.hardware.chips import Chip
 from train.hardware.targets import parse_target
 from train.plan.cost import CollectiveTotal, Flops, HbmBytes, SectionCost, StepCost
 from train.plan.roofline import Prediction, predict
+from train.resolve.mesh import make_mesh
 
 # The dims of this model fill every matrix unit.
 FULL = (

@@ -15,9 +15,9 @@ from model.config import ModelConfig
 from model.parts.eight_bits.recipes import RECIPES
 from tests.train.conftest import CUBE, take_steps
 from train.config import MESH_AXES
-from train.core.execution import choose_execution
 from train.core.feed import place
 from train.errors import ConfigError
+from train.resolve.execution import choose_execution
 
 SMALL = ("data.batch_size=4", "data.sequence_length=32")
 CONTEXT = ("mesh.context=2", "mesh.data=1")

@@ -12,9 +12,9 @@ from data.rows import padding_batch
 from tests.train.conftest import MOE as PLAIN
 from tests.train.conftest import distance, take_steps
 from train.config import MESH_AXES
-from train.core.execution import choose_execution
 from train.core.router_balance import balance_experts
 from train.errors import ConfigError
+from train.resolve.execution import choose_execution
 
 MOE = (
     *(*PLAIN, "model.router_aux_weight=0.1", "model.router_z_weight=0.01"),

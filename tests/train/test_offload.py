@@ -10,10 +10,10 @@ from etils import epath
 from model.params import named
 from tests.train.conftest import CUBE, take_steps
 from train.config import MESH_AXES, CheckpointConfig
-from train.core.execution import choose_execution
-from train.core.sharding import moments_of
+from train.core.layout import moments_of
 from train.distributed.replicas import compare_replicas, flip_bit, make_checksums
 from train.errors import ConfigError
+from train.resolve.execution import choose_execution
 from train.run.checkpoint import Checkpoints
 
 LAYERS = ("model.num_layers=2", "train.remat=full")

@@ -13,9 +13,9 @@ from model.execution import CallContext
 from model.gpt import GPT, bind, params_of
 from model.rope import make_rotations
 from tests.train.conftest import distance, take_steps
-from train.core.execution import recipe_of
 from train.core.loss.ahead import look_ahead
 from train.core.step import make_gradients
+from train.resolve.program import recipe_of
 
 DEPTH = 2
 KEYS = (f"model.predict_ahead={DEPTH}", "data.batch_size=4", "model.embed_dim=16")

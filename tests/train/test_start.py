@@ -11,11 +11,11 @@ import pytest
 
 from tests.fleet import REPOSITORY
 from train.cli.command import compose
-from train.core.program import settle
 from train.distributed.processes import Cluster
 from train.errors import CRASHES_AGAIN, Exit
 from train.identity import run_dir
 from train.preflight import settled_run_dir
+from train.resolve.program import settle
 from train.start import report_crash
 
 

@@ -31,7 +31,6 @@ from train.cli.presets import Presets, cached_presets, hydra_message, search_pat
 from train.cli.quoting import quote_text
 from train.cli.schema import convert
 from train.config import Config
-from train.core.mesh_sizes import mesh_mistakes
 from train.errors import ConfigError, Mistake
 from train.masking import (
     holds_secret,
@@ -39,6 +38,7 @@ from train.masking import (
     remember_config,
     remember_secrets,
 )
+from train.resolve.mesh_sizes import mesh_mistakes
 
 MAX_JOBS = 32  # jobs of a sweep to check before it starts; each job also checks itself
 

@@ -28,7 +28,7 @@ from train.config import (
     Schedule,
     ScheduleConfig,
 )
-from train.core.mesh_sizes import listed
+from train.core.shards import listed
 from train.errors import Mistake, nearest
 
 _SCORES = ("loss", "bits_per_byte")  # names that metrics.jsonl uses for scores

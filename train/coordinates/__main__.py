@@ -51,7 +51,7 @@ def coordinates_mistakes(config: CoordinatesConfig) -> list[Mistake]:
 def main(config: CoordinatesConfig) -> int:
     """Train the models, print and draw the result, and return the exit code."""
     from train.coordinates.growth import compare_sizes
-    from train.core.runtime import set_up
+    from train.runtime import set_up
 
     set_up(config.runtime)
     sizes = {"width": config.widths, "depth": config.depths}

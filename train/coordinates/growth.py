@@ -12,8 +12,8 @@ from data.sources import encoding_of, open_sources
 from train.config import Config
 from train.console import print_table
 from train.coordinates.measure import measure, resize
-from train.core.program import settle
 from train.errors import FINISHED, NOT_PROVED, writing
+from train.resolve.program import settle
 from train.run.folder import run_folder
 from train.run.page import write_page
 from train.run.report import TEMPLATE, chart

@@ -7,8 +7,8 @@ from typing import Any
 
 from data.batches import num_validation_batches
 from data.sources import Sources
-from train.core.program import Program
 from train.evaluate.validation import Score, all_sets, are_whole, evaluate_all
+from train.resolve.program import ConfiguredProgram
 from train.run.validations import FINAL, PART, WHOLE
 from train.units import format_seconds
 
@@ -17,7 +17,10 @@ class Evaluator:
     """Scores the states of one start on the validation sets."""
 
     def __init__(
-        self, program: Program, sources: Sources, heartbeat: Callable[[], None]
+        self,
+        program: ConfiguredProgram,
+        sources: Sources,
+        heartbeat: Callable[[], None],
     ):
         """Remember what to score, and call `heartbeat` after each batch."""
         self._program = program

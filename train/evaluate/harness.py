@@ -23,7 +23,7 @@ from data.beginning import beginning_of
 from data.encoding import END_OF_TEXT, encode
 from train.core.eval_step import make_score_step
 from train.core.feed import local_rows, place
-from train.core.program import Program
+from train.resolve.program import ConfiguredProgram
 from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows
 
@@ -51,7 +51,7 @@ class HarnessModel(TemplateLM):
     training: an empty context becomes the beginning token.
     """
 
-    def __init__(self, program: Program, encoding: Encoding):
+    def __init__(self, program: ConfiguredProgram, encoding: Encoding):
         """Create the scoring step without compiling it."""
         super().__init__()
         self.params: Any = None
@@ -237,7 +237,7 @@ def split_into_windows(
         yield ScoredWindow(number, prefix, all_tokens[start:stop])
 
 
-def row_lengths(longest: int, program: Program) -> list[int]:
+def row_lengths(longest: int, program: ConfiguredProgram) -> list[int]:
     """Return the lengths to which rows are padded: `longest`, its half, and so on.
 
     The halves are multiples of `_BLOCK`, also on each device that shares a row.

@@ -14,8 +14,8 @@ from data.token_store.store import compression_bits_per_byte
 from model.choices import Position
 from train.config import Config
 from train.console import printable
-from train.core.program import Program
 from train.evaluate.validation import Score, as_metrics
+from train.resolve.program import ConfiguredProgram
 from train.run.evaluations import format_scores
 from train.run.goodput import goodput_of
 from train.run.metrics import read_events
@@ -41,7 +41,7 @@ _PROMPT_TOKENS = 32  # of a sample that begins with the validation text
 
 
 def compute_results(
-    program: Program,
+    program: ConfiguredProgram,
     params: Any,
     sources: Sources,
     step: int,

@@ -22,8 +22,8 @@ from urllib.request import getproxies
 
 from tiktoken import Encoding
 
-from train.core.program import Program
 from train.errors import ConfigError, Mistake, as_typed
+from train.resolve.program import ConfiguredProgram
 
 _SEED = 1234  # seed of few-shot examples, as in the harness' command
 _HUB_TIMEOUT_S = 3.0  # the timeout for a connection to the hub of data sets
@@ -117,7 +117,7 @@ class Tasks:
         self,
         task_dict: dict[str, Any],
         request: TaskRequest,
-        program: Program,
+        program: ConfiguredProgram,
         encoding: Encoding,
     ):
         """Create the harness' model without compiling it.

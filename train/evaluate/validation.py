@@ -10,7 +10,7 @@ import jax
 from data.batches import num_validation_batches, validation_batches
 from data.sources import Sources
 from train.core.feed import Feed, local_rows
-from train.core.program import Program
+from train.resolve.program import ConfiguredProgram
 
 
 class Score(NamedTuple):
@@ -27,7 +27,7 @@ class Score(NamedTuple):
 
 
 def evaluate(
-    program: Program,
+    program: ConfiguredProgram,
     params: Any,
     sources: Sources,
     num_batches: int,
@@ -63,7 +63,7 @@ def evaluate(
 
 
 def evaluate_all(
-    program: Program,
+    program: ConfiguredProgram,
     params: Any,
     sources: Sources,
     num_batches: int,
@@ -79,7 +79,7 @@ def evaluate_all(
     }
 
 
-def all_sets(program: Program, sources: Sources) -> dict[str, Sources]:
+def all_sets(program: ConfiguredProgram, sources: Sources) -> dict[str, Sources]:
     """Return the sets that `evaluate_all` scores, by name."""
     return {"": sources, **sources.validation_sets(program.config.eval.by_source)}
 

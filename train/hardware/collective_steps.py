@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from model.gather import AxisSteps
-from train.core.mesh import Device
 from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import (
     extents,
@@ -23,6 +22,7 @@ from train.hardware.interconnect import (
     rings,
     slice_of,
 )
+from train.resolve.mesh import Device
 
 # The largest number of chips over which XLA scatters in one step, by links per chip.
 _MAX_CHIPS = {4: 8, 6: 4}
@@ -42,7 +42,7 @@ def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
         members = members_along(mesh, [axis])
         slices = num_slices(members)
         # Skip axes whose neighbours are in one slice: the stride below needs neighbours
-        # in different slices, which only fsdp has (train/core/mesh.py).
+        # in different slices, which only fsdp has (train/resolve/mesh.py).
         if slices > 1 and num_slices(members[:2]) == 1:
             continue
         local_members = members[::slices]

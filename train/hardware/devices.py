@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import topologies
 
-from train.core.mesh import Device
 from train.hardware.interconnect import rings
 from train.hardware.targets import Target
+from train.resolve.mesh import Device
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # do not ask a metadata server about this machine

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from train.core.mesh import Device
 from train.hardware.chips import Chip, chip_of
+from train.resolve.mesh import Device
 
 _RING_SIZE_2D = 16
 _RING_MULTIPLE_3D = 4  # All dims of a slice with rings are multiples of this.

@@ -4,7 +4,7 @@ optax's version factors the two largest dims of an array, even if one of them co
 layers or both belong to one head, and it limits and scales all layers together. Here
 each matrix of a stack is updated by itself, and a matrix contains all heads, as in
 Muon. The means have the parameter's rank, so that `state_shardings` in
-train/core/sharding.py applies to them.
+train/resolve/sharding.py applies to them.
 
 Source: Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5, with the constants of
 section 9.

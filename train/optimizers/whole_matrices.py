@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from model.axes import mesh_axes
-from train.core.mesh_sizes import num_shards
+from train.core.shards import num_shards
 from train.optimizers.assignment import Matrices, Rounds, assign
 from train.optimizers.matrix_dims import MatrixDims
 

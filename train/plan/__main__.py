@@ -28,11 +28,11 @@ from train.hardware.targets import CPU, Target, parse_target
 from train.plan.config import PlanConfig
 
 if TYPE_CHECKING:
-    from train.core.mesh import Device
-    from train.core.program import Program
     from train.plan.budget import MemoryBudget
     from train.plan.memory import Verdict
     from train.plan.plan import Plan
+    from train.resolve.mesh import Device
+    from train.resolve.program import ConfiguredProgram
 
 
 def main(config: PlanConfig) -> int:
@@ -41,11 +41,11 @@ def main(config: PlanConfig) -> int:
 
     from data.encoding import padded_vocab_size
     from data.sources import encoding_of
-    from train.core.program import make_program, settle
-    from train.core.runtime import set_up
     from train.hardware.devices import fake_devices, missing_compiler, prepare
     from train.plan.budget import budget_of
     from train.plan.search.search import choose
+    from train.resolve.program import make_program, settle
+    from train.runtime import set_up
 
     target = problem = None
     runtime = config.runtime
@@ -111,7 +111,7 @@ def _search(
 def _plan(
     config: PlanConfig,
     target: Target | None,
-    program: "Program",
+    program: "ConfiguredProgram",
     budget: "MemoryBudget",
     can_compile: bool,
 ) -> int:

@@ -7,8 +7,8 @@ import numpy as np
 
 from model.params import named
 from train.console import print_table
+from train.core.layout import bytes_per_device
 from train.core.program import Program
-from train.core.sharding import bytes_per_device
 from train.errors import ConfigError, Mistake
 from train.units import format_bytes
 

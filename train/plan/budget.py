@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import jax
 
-from train.core.mesh import Device
 from train.hardware.chips import Chip, chip_of
 from train.plan.config import MARGIN
+from train.resolve.mesh import Device
 
 # A device's reported limit replaces the chip's figure only if they differ by more than
 # this fraction, so that a plan made without the device usually has the same budget.

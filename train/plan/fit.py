@@ -9,7 +9,6 @@ from contextlib import suppress
 from functools import reduce
 
 from train.cli.rules import config_mistakes
-from train.core.program import Program, make_program
 from train.errors import ConfigError
 from train.plan.advice import Advice, SuggestedChange
 from train.plan.budget import MemoryBudget
@@ -17,6 +16,7 @@ from train.plan.estimated.step import estimate_memory
 from train.plan.memory import DeviceMemory
 from train.plan.precision import MEMORY_SAVING, Change
 from train.plan.recomputing import policies_keeping_less
+from train.resolve.program import ConfiguredProgram, make_program
 from train.units import format_bytes
 
 # Changes that are made together, such as those of two mesh axes.
@@ -24,7 +24,11 @@ Proposal = list[Change]
 
 
 def make_fit(
-    program: Program, memory: DeviceMemory, budget: MemoryBudget, *, searchable: bool
+    program: ConfiguredProgram,
+    memory: DeviceMemory,
+    budget: MemoryBudget,
+    *,
+    searchable: bool,
 ) -> Advice:
     """Return advice with the changes that make a step fit into a device's memory.
 
@@ -57,7 +61,7 @@ def make_fit(
     return Advice(bottleneck, remedy, override, tuple(changes))
 
 
-def _proposals(program: Program) -> list[list[Proposal]]:
+def _proposals(program: ConfiguredProgram) -> list[list[Proposal]]:
     """Return the alternatives of each setting, in the order in which they are tried."""
     config = program.config
     shape = program.mesh.shape
@@ -83,8 +87,8 @@ def _proposals(program: Program) -> list[list[Proposal]]:
 
 
 def _outcomes(
-    program: Program, proposals: list[Proposal], gap: int, available: int
-) -> Iterator[tuple[SuggestedChange, Program]]:
+    program: ConfiguredProgram, proposals: list[Proposal], gap: int, available: int
+) -> Iterator[tuple[SuggestedChange, ConfiguredProgram]]:
     """Yield the possible changes and their programs, up to the first that fits."""
     devices = list(program.mesh.devices.flat)
     for changes in proposals:

@@ -5,15 +5,15 @@ from functools import partial
 from typing import Any
 
 from train.console import print_table
-from train.core.phases import phase_programs
-from train.core.program import Program, make_program
 from train.plan.memory import Verdict
 from train.plan.plan import Plan
+from train.resolve.phases import phase_programs
+from train.resolve.program import ConfiguredProgram, make_program
 from train.units import format_bytes, format_seconds
 
 
 def plan_phases(
-    plan: Plan, make_plan: Callable[[Program], Plan]
+    plan: Plan, make_plan: Callable[[ConfiguredProgram], Plan]
 ) -> list[dict[str, Any]]:
     """Return the shape, memory and time of the steps of each phase, as plain values.
 

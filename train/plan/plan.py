@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from train.core.program import Program
 from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import NotStated
 from train.plan.advice import Advice, advise
@@ -31,6 +30,7 @@ from train.plan.recomputing import format_policy, policies_keeping_more
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import ScalingPoint, weak_scaling
 from train.plan.small_copy import extrapolate_memory, make_copy
+from train.resolve.program import ConfiguredProgram
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Plan:
     compilation: the time and host memory of compiling; None if it was not tried.
     """
 
-    program: Program
+    program: ConfiguredProgram
     budget: MemoryBudget
     memory: DeviceMemory
     cost: StepCost
@@ -152,7 +152,7 @@ class Plan:
         }
 
 
-def estimate(program: Program, budget: MemoryBudget | None = None) -> Plan:
+def estimate(program: ConfiguredProgram, budget: MemoryBudget | None = None) -> Plan:
     """Return a plan estimated from shapes, without a compiler.
 
     `budget` defaults to the memory of the device's chip, less the default margin.
@@ -164,7 +164,9 @@ def estimate(program: Program, budget: MemoryBudget | None = None) -> Plan:
     return Plan(program, budget, memory, cost)
 
 
-def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Plan:
+def compile_and_read(
+    program: ConfiguredProgram, budget: MemoryBudget | None = None
+) -> Plan:
     """Compile the step, and return the plan that is read from the optimized program.
 
     The cost is estimated if the step does not fit or XLA cannot print the program.
@@ -187,7 +189,9 @@ def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Pl
     return Plan(program, guess.budget, memory, cost, text=text, compilation=compilation)
 
 
-def compile_small(program: Program, budget: MemoryBudget | None = None) -> Plan:
+def compile_small(
+    program: ConfiguredProgram, budget: MemoryBudget | None = None
+) -> Plan:
     """Return an estimate whose memory is extrapolated from a compiled copy.
 
     The copy has few layers; a program with few layers is compiled whole. `budget` has

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from train.config import Config
 from train.console import print_table
-from train.core.mesh_sizes import num_shards
+from train.core.shards import num_shards
 from train.hardware.chips import Chip
 from train.hardware.interconnect import num_slices, num_slices_along
 from train.plan.cost import CollectiveTotal, StepCost, sent_bytes

@@ -9,14 +9,14 @@ import math
 from dataclasses import replace
 
 from model.pattern import segments_of
-from train.core.program import Program, make_program
 from train.plan.memory import DeviceMemory, Figure
+from train.resolve.program import ConfiguredProgram, make_program
 
 EXTRAPOLATED = "extrapolated"
 _REPEATS = 2
 
 
-def make_copy(program: Program) -> Program | None:
+def make_copy(program: ConfiguredProgram) -> ConfiguredProgram | None:
     """Return the program with two repeats of the pattern; None if it has no more."""
     model = program.config.model
     segments = [s for s in segments_of(model) if s.first >= model.layers_before_experts]

@@ -13,12 +13,12 @@ from etils import epath
 from data.errors import DataError
 from data.storage import write_atomically
 from train.core.optimizer.update import averages
-from train.core.program import Program
 from train.core.state import TrainState, make_finite_check
 from train.distributed.processes import Cluster
 from train.pretrained.compare import check_folder, weight_files
 from train.pretrained.other_run import check_run, is_run, read_run_weights, sealed_files
 from train.pretrained.read import read_folder
+from train.resolve.program import ConfiguredProgram
 from train.run.digests import digests
 from train.run.folder import run_folder
 from train.run.records import damaged, read_record
@@ -31,7 +31,7 @@ _RECORD_REMEDY = (
 _REMEDY = "Bring it back, or take another run.name"
 
 
-def check_weights(path: str, program: Program) -> dict[str, str]:
+def check_weights(path: str, program: ConfiguredProgram) -> dict[str, str]:
     """Compare weights with a model; return values that all processes must agree on.
 
     Raises:
@@ -41,7 +41,7 @@ def check_weights(path: str, program: Program) -> dict[str, str]:
     return check_run(path, program) if is_run(path) else check_folder(path, program)
 
 
-def start_from(path: str, program: Program) -> TrainState:
+def start_from(path: str, program: ConfiguredProgram) -> TrainState:
     """Return the state of step 0 with the weights of a folder, or of another run.
 
     Vocabulary rows that the weights lack keep their random initial values.

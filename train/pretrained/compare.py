@@ -22,7 +22,6 @@ from data.storage import check_regular
 from model.choices import Position
 from model.config import ModelConfig
 from model.params import named
-from train.core.program import Program
 from train.errors import ConfigError, Mistake
 from train.pretrained.family import Family
 from train.pretrained.folder_family import (
@@ -34,6 +33,7 @@ from train.pretrained.folder_family import (
 from train.pretrained.folder_settings import PREDICTION_LAYERS
 from train.pretrained.fused import Part, parts_of_experts
 from train.pretrained.tensors import FamilyTensors
+from train.resolve.program import ConfiguredProgram
 
 _KEY = "init_from"
 _INDEX = "model.safetensors.index.json"
@@ -196,7 +196,7 @@ def _unreadable(file: Path, error: Exception) -> DataError:
     return DataError(f"{file}: cannot be read ({error}). {_REMEDY}")
 
 
-def check_folder(path: str, program: Program) -> dict[str, str]:
+def check_folder(path: str, program: ConfiguredProgram) -> dict[str, str]:
     """Compare a folder with a model; return values that all processes must agree on.
 
     Raises:
@@ -213,7 +213,7 @@ def check_folder(path: str, program: Program) -> dict[str, str]:
 
 
 def tensors_of_folder(
-    folder: Folder, family: Family, program: Program
+    folder: Folder, family: Family, program: ConfiguredProgram
 ) -> FamilyTensors:
     """Return the tensors of the program's model with the folder's vocabulary size."""
     vocab_size = folder.shapes.get(family.embedding_tensor, (0,))[0]
@@ -251,7 +251,7 @@ def _table_differences(folder: Folder, family: Family) -> Iterator[str]:
 
 
 def _tensor_differences(
-    folder: Folder, tensors: FamilyTensors, program: Program
+    folder: Folder, tensors: FamilyTensors, program: ConfiguredProgram
 ) -> Iterator[str]:
     """Yield a phrase for each tensor that differs or that folder or model lacks."""
     model = program.config.model

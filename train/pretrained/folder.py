@@ -24,12 +24,12 @@ from model.choices import Position, Scaling
 from model.config import ModelConfig
 from model.params import named
 from train.config import Config
-from train.core.program import Program
 from train.errors import ConfigError, Mistake
 from train.pretrained.families import family_of
 from train.pretrained.family import Family
 from train.pretrained.tensors import FamilyTensors
 from train.pretrained.weights import write_json, write_weights
+from train.resolve.program import ConfiguredProgram
 from train.run.folder import run_folder
 from train.run.starts import read_results
 from train.run.validations import headline
@@ -55,7 +55,7 @@ def require_empty_folder(output: str) -> epath.Path:
 
 def write_folder(
     folder: epath.Path,
-    program: Program,
+    program: ConfiguredProgram,
     params: Any,
     sources: Sources,
     step: int,

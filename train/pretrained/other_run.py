@@ -10,10 +10,10 @@ import jax
 
 from model.params import ParamInfo, is_info
 from train.config import Config
-from train.core.program import Program, make_program
 from train.core.state import TrainState
 from train.errors import ConfigError, Mistake, as_typed
 from train.identity import config_differences, is_covered
+from train.resolve.program import ConfiguredProgram, make_program
 from train.run.digests import SEAL
 from train.run.folder import run_folder
 from train.run.restore import SavedSteps
@@ -33,7 +33,7 @@ def is_run(path: str) -> bool:
     return (run_folder(path, "init_from") / "config.yaml").exists()
 
 
-def check_run(path: str, program: Program) -> dict[str, str]:
+def check_run(path: str, program: ConfiguredProgram) -> dict[str, str]:
     """Check another run's model; return values that all processes must agree on.
 
     Raises:
@@ -49,7 +49,7 @@ def check_run(path: str, program: Program) -> dict[str, str]:
     return {"weights to start from": f"{seal} {hashlib.sha256(content).hexdigest()}"}
 
 
-def read_run_weights(path: str, program: Program) -> TrainState:
+def read_run_weights(path: str, program: ConfiguredProgram) -> TrainState:
     """Return the state of step 0 with a run's weights, averaged if it has an average.
 
     Raises:
@@ -98,7 +98,7 @@ def _newest_sealed_step(path: str) -> int:
     return max(sealed)
 
 
-def _program_of(other_config: Config, program: Program) -> Program:
+def _program_of(other_config: Config, program: ConfiguredProgram) -> ConfiguredProgram:
     """Return the other run's program on the devices of this run."""
     own_config = program.config
     model = replace(

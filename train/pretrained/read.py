@@ -13,17 +13,17 @@ import jax
 import numpy as np
 
 from model.params import named
-from train.core.program import Program
 from train.core.state import TrainState
 from train.pretrained.compare import Folder, modules_not_read, tensors_of_folder
 from train.pretrained.family import Family
 from train.pretrained.folder_family import family_of_folder
 from train.pretrained.tensors import FamilyTensors
+from train.resolve.program import ConfiguredProgram
 
 _Span = tuple[int, int]  # start and stop along a dim
 
 
-def read_folder(path: str, program: Program) -> TrainState:
+def read_folder(path: str, program: ConfiguredProgram) -> TrainState:
     """Return the state of step 0 with the weights of a folder, without an average.
 
     Only parameters with rows that the folder lacks are initialised, so that memory
@@ -48,7 +48,9 @@ def read_folder(path: str, program: Program) -> TrainState:
     return state._replace(params=params)
 
 
-def _say_what_is_not_read(folder: Folder, family: Family, program: Program) -> None:
+def _say_what_is_not_read(
+    folder: Folder, family: Family, program: ConfiguredProgram
+) -> None:
     """Print a line for each kind of tensors, and each file, that are not read."""
     if num_unread := len(modules_not_read(folder, family, program.config.model)):
         print(
@@ -61,7 +63,7 @@ def _say_what_is_not_read(folder: Folder, family: Family, program: Program) -> N
         print(f"weights     {number} {what} are not read", flush=True)
 
 
-def _initial_state(program: Program, names: Collection[str]) -> TrainState:
+def _initial_state(program: ConfiguredProgram, names: Collection[str]) -> TrainState:
     """Return the initial state, with `params` as a flat dict of only these names."""
 
     def select(state: TrainState) -> TrainState:

@@ -17,17 +17,16 @@ from data.batch import Batch
 from model.choices import Dtype
 from model.params import named
 from train.config import Config, MomentDtype
-from train.core.execution import recipe_of
 from train.core.feed import place
-from train.core.mesh import Device
 from train.core.optimizer.moments import decode_moments
-from train.core.program import make_program
 from train.core.state import TrainState
 from train.core.step import make_gradients
 from train.errors import NOT_PROVED, Exit
 from train.prove.forward_order import forward_order
 from train.prove.inputs import PADDING_IDS, perturbed_state, random_batches
 from train.prove.shrink import mesh_of, parts_of, without
+from train.resolve.mesh import Device
+from train.resolve.program import make_program, recipe_of
 
 log = logging.getLogger(__name__)
 # Limits of the search for batches whose tokens are far from a tie of experts.

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 from model.choices import Attention, ComputeDtype, Dtype
 from train.cli.rules import config_mistakes
 from train.config import MESH_AXES, Config, DcnConfig
-from train.core.execution import batch_shards, choose_execution
-from train.core.mesh import Device
-from train.core.mesh_sizes import least_sizes, mesh_mistakes
-from train.core.sharding import axis_rules
+from train.core.layout import batch_shards
 from train.errors import ConfigError, Mistake
 from train.identity import flatten, with_values
+from train.resolve.execution import choose_execution
+from train.resolve.mesh import Device
+from train.resolve.mesh_sizes import least_sizes, mesh_mistakes
+from train.resolve.sharding import axis_rules
 
 ACCUMULATION = "train.accumulation_steps"
 MAX_DEVICES = 8

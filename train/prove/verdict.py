@@ -13,18 +13,18 @@ from data.sources import encoding_of
 from data.storage import write_atomically
 from train.config import Config
 from train.console import print_table
-from train.core.execution import choose_execution
-from train.core.mesh import Device
-from train.core.mesh_sizes import least_sizes
-from train.core.program import settle
-from train.core.runtime import set_up
 from train.errors import FINISHED, NOT_PROVED, ConfigError, Mistake
 from train.identity import run_dir
 from train.prove.kernels import compare_kernels
 from train.prove.parity import ArrayDifference, Comparison, Reference
 from train.prove.shrink import MAX_DEVICES, Shrunk, mesh_of, parts_of, shrink
+from train.resolve.execution import choose_execution
+from train.resolve.mesh import Device
+from train.resolve.mesh_sizes import least_sizes
+from train.resolve.program import settle
 from train.run.folder import run_folder
 from train.run.versions import code_version, versions
+from train.runtime import set_up
 
 
 def prove(config: Config, as_json: bool) -> int:

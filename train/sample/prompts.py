@@ -13,8 +13,8 @@ from data.beginning import Beginning
 from data.encoding import END_OF_TEXT, decode, encode
 from model.axes import mesh_axes
 from model.choices import Mlp, Position
-from train.core.program import Program
 from train.errors import ConfigError, Mistake
+from train.resolve.program import ConfiguredProgram
 from train.sample.generate import Decoder, Sampling, generate
 
 # The cache of prompts has 64, 128, 256, ... columns, so that few programs are compiled.
@@ -30,7 +30,7 @@ def prompt_rows(
 
 
 def continue_rows(
-    program: Program,
+    program: ConfiguredProgram,
     params: Any,
     encoding: Encoding,
     rows: Sequence[Sequence[int]],
@@ -103,7 +103,7 @@ def _num_columns(longest: int) -> int:
 
 
 def make_decoder(
-    program: Program, vocab_size: int, sampling: Sampling, num_rows: int
+    program: ConfiguredProgram, vocab_size: int, sampling: Sampling, num_rows: int
 ) -> Decoder:
     """Return a decoder whose cache is sharded over rows and heads where divisible."""
     config = program.config

@@ -150,7 +150,7 @@ def make_context_parallel_attention(
         case ContextAttention.all_gather:
             return partial(_gather_and_attend, axes, window, soft_cap)
         case ContextAttention.auto:
-            raise AssertionError("train/core/execution.py replaces `auto`")
+            raise AssertionError("train/resolve/execution.py replaces `auto`")
         case _:
             assert_never(algorithm)
 

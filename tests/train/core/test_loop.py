@@ -18,7 +18,7 @@ from tests.train import doors
 from tests.train.doors import Door, Result, lines, state_of, steps
 from train.core.eval_step import make_score_step
 from train.core.feed import place
-from train.core.program import make_program
+from train.resolve.program import make_program
 from train.run.goodput import goodput_of
 from train.run.metrics import read_events
 from train.run.restore import SavedSteps

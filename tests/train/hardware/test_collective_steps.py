@@ -9,12 +9,12 @@ from jax.sharding import PartitionSpec as P
 from model.gather import AxisSteps, WeightPlacement
 from tests.train.machines import machine
 from train.config import MeshConfig
-from train.core.mesh import make_mesh
 from train.hardware.collective_steps import collective_steps
 from train.hardware.devices import fake_devices, missing_compiler
 from train.hardware.targets import parse_target
 from train.plan.compiled.collectives import Collective, list_collectives
 from train.plan.compiled.trip_counts import read_module
+from train.resolve.mesh import make_mesh
 
 WEIGHT = (4096, 14336)
 

@@ -6,10 +6,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from train.config import DcnConfig, MeshConfig
-from train.core.mesh import make_mesh
 from train.hardware import devices as topology
 from train.hardware.devices import fake_devices, missing_compiler, prepare
 from train.hardware.targets import parse_target
+from train.resolve.mesh import make_mesh
 
 needs_libtpu = pytest.mark.skipif(
     missing_compiler(parse_target("v5e-8")) is not None, reason="needs libtpu"

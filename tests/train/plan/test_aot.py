@@ -8,12 +8,12 @@ import pytest
 
 from tests.forks import Forks
 from tests.train.pages import data_of, drawn
-from train.core.program import make_program
 from train.hardware.devices import fake_devices, missing_compiler
 from train.hardware.targets import parse_target
 from train.plan.aot import OutOfMemory, compile_step, lower_step, out_of_memory
 from train.plan.budget import memory_budget
 from train.plan.memory import device_memory
+from train.resolve.program import make_program
 
 NO_LIBTPU = missing_compiler(parse_target("v5e-8"))
 NO_PLUGIN = missing_compiler(parse_target("h100-8"))

@@ -27,7 +27,7 @@ import jax
 
 from train.cli.command import compose
 from train.pretrained.begin import start_from
-from train.core.program import make_program
+from train.resolve.program import make_program
 
 def anonymous():
     with open("/proc/self/status") as status:

@@ -10,9 +10,9 @@ from model.choices import Attention, Grouped
 from model.parts.attention import KernelAttention
 from model.parts.context.context_parallel import KERNELS
 from train.config import MESH_AXES
-from train.core.execution import choose_execution
 from train.errors import NOT_PROVED, Exit
 from train.prove.kernels import check_kernels, compare_kernels
+from train.resolve.execution import choose_execution
 
 MODEL = (
     *("model=gpt_oss_nano", "model.window=16", "data.sequence_length=128"),

@@ -7,10 +7,10 @@ import pytest
 
 from model.choices import Mixer
 from tests.fleet import REPOSITORY
-from train.core.program import make_program, settle
 from train.identity import flatten
 from train.prove.parity import Reference
 from train.prove.shrink import SIZES, mesh_of, shrink
+from train.resolve.program import make_program, settle
 
 MODELS = sorted(path.stem for path in (REPOSITORY / "configs/model").glob("*.yaml"))
 MESH = ("mesh.fsdp=32", "mesh.data=2")

@@ -8,9 +8,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from train.config import MeshConfig
-from train.core.mesh import make_mesh
 from train.core.optimizer.update import OptimizerState
 from train.core.state import TrainState
+from train.resolve.mesh import make_mesh
 
 
 def make_state(step: int, size: int = 64, seed: int | None = None) -> TrainState:

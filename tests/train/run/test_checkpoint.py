@@ -13,7 +13,7 @@ from data.errors import DataError
 from tests.train.run.conftest import ABOUT
 from tests.train.run.states import like, make_state, same
 from train.config import CheckpointConfig
-from train.core.sharding import state_shardings
+from train.core.layout import state_shardings
 from train.errors import ConfigError
 from train.run.checkpoint import Checkpoints
 from train.run.restore import SavedSteps
@@ -121,9 +121,7 @@ def test_another_mesh_restores_to_its_own_layout(programs, folder):
     checkpoints.close()
     same(restored, state)
     assert jax.tree.map(lambda x: x.sharding, restored) == new.shardings
-    assert new.shardings == state_shardings(
-        new.state, new.infos, new.mesh, new.config.mesh.params
-    )
+    assert new.shardings == state_shardings(new.state, new.layout)
     head = restored.params["head"]["weight"]
     assert head.addressable_shards[0].data.shape == (4, 384)
 

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from train.core.program import Program
 from train.plan.compiled.attribution import scope_of
 from train.plan.compiled.collectives import list_collectives, sum_collectives
 from train.plan.compiled.flops import (
@@ -18,10 +17,11 @@ from train.plan.compiled.hlo import Executed
 from train.plan.compiled.trip_counts import read_module
 from train.plan.cost import Flops, SectionCost, StepCost
 from train.plan.sections import SECTIONS, section_of
+from train.resolve.program import ConfiguredProgram
 
 
 def read_step(
-    program: Program, text: str, estimated_flops: Mapping[str, Flops]
+    program: ConfiguredProgram, text: str, estimated_flops: Mapping[str, Flops]
 ) -> StepCost:
     """Return the cost of a program's step, given its `compiled.as_text()`.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.core.mesh_sizes import num_shards
+from train.core.shards import num_shards
 from train.plan.sections import scope_in_name, section_of
 
 Axes = tuple[str, ...]

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from model.axes import mesh_axes
 from model.gather import AxisSteps, scatter_groups
 from model.parts.experts.exchange import CAPACITY_FACTOR
-from train.core.mesh_sizes import num_shards
+from train.core.shards import num_shards
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import Group, group_along, num_slices_along
 from train.plan.cost import CollectiveTotal, sent_bytes

@@ -10,15 +10,15 @@ from typing import Any
 import jax
 
 from model.choices import ExpertExchange
+from train.core.layout import bytes_per_device
 from train.core.optimizer.update import Optimizer
-from train.core.program import Program
-from train.core.sharding import bytes_per_device
 from train.hardware.chips import chip_of
 from train.plan.cost import Flops
 from train.plan.estimated.arrays import Dim, LocalArray, Operation, Work, flatten_loops
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.trace import trace_gradients, trace_update
 from train.plan.estimated.walk import Walk
+from train.resolve.program import ConfiguredProgram
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LocalStep:
     exchanges: the collectives of the whole step.
     """
 
-    program: Program
+    program: ConfiguredProgram
     body: list[Operation]
     exchanges: list[Exchange]
 
@@ -139,7 +139,7 @@ def _layer_loops(operations: list[Operation]) -> Iterator[Operation]:
             yield from _layer_loops(op.body)
 
 
-def local_step(program: Program) -> LocalStep:
+def local_step(program: ConfiguredProgram) -> LocalStep:
     """Trace a program, without lowering, and return its local step."""
     mesh = program.mesh
     model = program.config.model

@@ -15,8 +15,7 @@ import jax
 
 from model.choices import Attention
 from model.params import is_of_layers, named
-from train.core.program import Program
-from train.core.sharding import bytes_per_device
+from train.core.layout import bytes_per_device
 from train.plan.cost import (
     ESTIMATED,
     CollectiveTotal,
@@ -30,6 +29,7 @@ from train.plan.estimated.collectives import Exchange, phases
 from train.plan.estimated.local_step import LocalStep, local_step
 from train.plan.memory import LOWER_BOUND, DeviceMemory, Figure, device_memory
 from train.plan.sections import OTHERS, SECTIONS
+from train.resolve.program import ConfiguredProgram
 
 # The fraction of the operands and results of a layer's products that exists at once.
 # Source: the compiled steps of tests/train/plan/estimated/compiled_figures.json.
@@ -37,7 +37,9 @@ _AT_ONCE = 0.4
 _LANES = 128  # A TPU pads the last dim of an array to a multiple of its lanes.
 
 
-def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
+def estimate_step(
+    program: ConfiguredProgram, step: LocalStep | None = None
+) -> StepCost:
     """Return the estimated FLOPs, bytes and collectives of one device in a step."""
     step = step or local_step(program)
     outside_layers = [e for e in step.exchanges if not e.position.in_layers]
@@ -57,7 +59,9 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
     )
 
 
-def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMemory:
+def estimate_memory(
+    program: ConfiguredProgram, step: LocalStep | None = None
+) -> DeviceMemory:
     """Return the least memory that one device needs: state, batch and temporaries."""
     exact = device_memory(program)
     step = step or local_step(program)
@@ -104,7 +108,7 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
 
 
 def _totals(
-    exchanges: Iterable[Exchange], program: Program, by_use: bool = False
+    exchanges: Iterable[Exchange], program: ConfiguredProgram, by_use: bool = False
 ) -> list[CollectiveTotal]:
     """Sum exchanges by axes, network, kind and links, and optionally by use."""
     mesh = program.mesh
@@ -121,7 +125,7 @@ def least_temporaries(step: LocalStep) -> dict[str, int]:
     return {name: size for name, size in largest.items() if size}
 
 
-def temporaries_by_depth(program: Program) -> int:
+def temporaries_by_depth(program: ConfiguredProgram) -> int:
     """Return bytes that grow with the number of layers as compiled temporaries do.
 
     Their constant part may be wrong. To find the point in time of the peak, a layer's

@@ -22,19 +22,19 @@ from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
 from model.parts.attention import KernelAttention
-from train.core.execution import batch_shards
+from train.core.layout import batch_shards
 from train.core.optimizer.update import Optimizer
-from train.core.program import Program
 from train.core.recipe import Recipe
 from train.core.step import make_gradients
 from train.hardware.interconnect import num_slices_along
+from train.resolve.program import ConfiguredProgram
 
 _KERNEL_TILE = 128  # positions in a tile of the traced kernel
 _NOT_GATHERED = ("experts", "layers")  # dims along which no parameter is gathered
 _ROWS = 2  # traced rows of a device if no equation depends on their number
 
 
-def trace_gradients(program: Program) -> ClosedJaxpr:
+def trace_gradients(program: ConfiguredProgram) -> ClosedJaxpr:
     """Trace the function (parameters, batch) -> (loss, gradients) of a microbatch."""
     config = program.config
     execution = program.execution
@@ -98,7 +98,7 @@ def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(update)(params, state, params)
 
 
-def _traced_size(axis: str, program: Program) -> int:
+def _traced_size(axis: str, program: ConfiguredProgram) -> int:
     """Return the size of a mesh axis in the trace: 2, if the equations are the same.
 
     An axis of size 1 is traced with size 2 too, so that fewer meshes are traced.

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from train.config import MESH_AXES, Config, DcnConfig
-from train.core.mesh_sizes import least_sizes, pipeline_of
 from train.plan.precision import with_changes
 from train.plan.recomputing import format_policy, parse_policy, policies_for
+from train.resolve.mesh_sizes import least_sizes, pipeline_of
 
 _MAX_TENSOR = 16
 _MIN_POSITIONS = 8192  # least positions of a row on a device of a context axis
@@ -99,7 +99,7 @@ def variants(layout: Layout, config: Config) -> list[Layout]:
     last. Each microbatch of a device has at least one row, if the batch has enough.
     """
     shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
-    shards *= pipeline_of(config, layout.pipeline).local_microbatches
+    shards *= pipeline_of(config.mesh, config.train, layout.pipeline).local_microbatches
     rows = max(1, config.data.batch_size // shards)
     powers_of_two = [2**i for i in range(rows.bit_length())]
     return [

@@ -21,7 +21,6 @@ from pydantic import TypeAdapter
 from data.machine import cache_folder
 from data.storage import write_atomically
 from train.config import Config
-from train.core.mesh import Device
 from train.distributed.processes import Cluster
 from train.errors import DOES_NOT_FIT, Exit
 from train.hardware.chips import chip_of
@@ -35,6 +34,7 @@ from train.plan.recomputing import format_policy
 from train.plan.search.candidates import Layout, layout_of
 from train.plan.search.result import Candidate, SearchResult, none_fits, rank
 from train.plan.search.weigh import Weighing
+from train.resolve.mesh import Device
 from train.run.versions import code_version, versions
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,6 @@ from rich.progress import track
 
 from train.cli.rules import config_mistakes
 from train.config import Config
-from train.core.mesh import Device
-from train.core.program import Program, make_program
 from train.errors import ConfigError, Exit, Mistake, as_typed
 from train.hardware.interconnect import num_slices
 from train.plan.budget import MemoryBudget
@@ -21,6 +19,8 @@ from train.plan.plan import Plan, estimate
 from train.plan.precision import combinations
 from train.plan.search.candidates import Layout, layouts, variants
 from train.plan.search.result import Candidate, frontier
+from train.resolve.mesh import Device
+from train.resolve.program import ConfiguredProgram, make_program
 
 _MUCH_SLOWER = 1.5  # No other variant of a mesh makes up for this slow-down.
 
@@ -38,7 +38,7 @@ class Weighing:
     devices: Sequence[Device]
     budget: MemoryBudget
     beat: Callable[[], object]
-    programs: dict[Layout, Program] = field(default_factory=dict)
+    programs: dict[Layout, ConfiguredProgram] = field(default_factory=dict)
     estimates: dict[Layout, Candidate | None] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -49,7 +49,9 @@ class Weighing:
         return [c for c in self.estimates.values() if c]
 
     def plan(
-        self, layout: Layout, make_plan: Callable[[Program, MemoryBudget], Plan]
+        self,
+        layout: Layout,
+        make_plan: Callable[[ConfiguredProgram, MemoryBudget], Plan],
     ) -> Candidate | None:
         """Return a layout with the figures of its plan, or None after an error.
 

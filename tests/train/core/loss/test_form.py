@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh
 from model.axes import AxisRules
 from model.execution import Execution, Numerics
 from model.placement import Placement
-from train.core.execution import scatters_tables
 from train.core.loss.form import LossForm, choose_form
-from train.core.sharding import axis_rules
+from train.resolve.execution import scatters_tables
+from train.resolve.sharding import axis_rules
 
 FSDP_256 = {"fsdp": 256}
 

@@ -16,7 +16,6 @@ from model.catalog import MODEL_PARTS
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
 from train.core.loss.loss import loss_sum
-from train.core.program import make_program
 from train.core.rows import (
     REPLICATED,
     reduce_over_replicas,
@@ -24,6 +23,7 @@ from train.core.rows import (
     sum_over_rows,
 )
 from train.core.step import make_gradients
+from train.resolve.program import make_program
 
 
 @pytest.fixture(scope="module")

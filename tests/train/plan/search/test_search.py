@@ -6,7 +6,6 @@ import jax
 import pytest
 
 from tests.train.plan.search.conftest import FEW, LARGE, MODEL, budget
-from train.core.program import make_program
 from train.errors import DOES_NOT_FIT, Exit
 from train.plan.config import PlanConfig
 from train.plan.plan import estimate
@@ -16,6 +15,7 @@ from train.plan.search import weigh
 from train.plan.search.candidates import Layout
 from train.plan.search.result import frontier, print_result
 from train.plan.search.search import choose, search
+from train.resolve.program import make_program
 
 
 @pytest.fixture

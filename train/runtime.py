@@ -13,8 +13,8 @@ from etils import epath
 from data.machine import cache_folder, usable_cores
 from model.compat import make_cudnn_deterministic
 from train.config import Platform, RuntimeConfig
-from train.core.mesh import Device
 from train.hardware.chips import chip_of
+from train.resolve.mesh import Device
 
 log = logging.getLogger(__name__)
 # Device files of TPUs, and of GPUs of NVIDIA (dxg: under Windows) and AMD.

@@ -12,8 +12,8 @@ from model.choices import Position
 from model.config import ModelConfig
 from tests.train.conftest import CUBE, losses_of
 from train.config import Config
-from train.core.program import settle
 from train.errors import ConfigError
+from train.resolve.program import settle
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ import pytest
 from data.phases import Phase, phases_of
 from tests.train import doors
 from tests.train.doors import Door, steps
-from train.core.phases import PhaseSteps, phase_programs
-from train.core.program import Program, make_program
+from train.core.phases import PhaseSteps
 from train.errors import ConfigError
+from train.resolve.phases import phase_programs
+from train.resolve.program import ConfiguredProgram, make_program
 from train.run.metrics import read_events
 
 # Fixtures.
@@ -59,7 +60,6 @@ class Compiler:
     """A program that records when its step is compiled."""
 
     def __init__(self, compiled: list[str], name: str):
-        self.config = SimpleNamespace(log=SimpleNamespace(numerics_interval_steps=None))
         self.state = self.batch = None
         self.train_step = SimpleNamespace(lower=lambda *_: self)
         self.compile = lambda: compiled.append(name)
@@ -71,7 +71,7 @@ def test_the_next_phase_is_compiled_ahead_unless_the_run_ends_before():
     programs = {
         Phase(n, 4, 16): Compiler(compiled, k) for k, n in first_batches.items()
     }
-    steps = PhaseSteps(programs, last_batch=9)
+    steps = PhaseSteps(programs, last_batch=9, is_watched=False)
     steps.get(3)
     steps.begin(5).result()
     assert compiled == ["a", "b"]
@@ -80,7 +80,7 @@ def test_the_next_phase_is_compiled_ahead_unless_the_run_ends_before():
     assert compiled == ["a", "b"]
 
 
-def phases_on(program: Program) -> dict[Phase, Program]:
+def phases_on(program: ConfiguredProgram) -> dict[Phase, ConfiguredProgram]:
     devices = list(program.mesh.devices.flat)
     return phase_programs(program, lambda config: make_program(config, devices))
 

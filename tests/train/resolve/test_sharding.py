@@ -6,7 +6,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model.params import Kind, ParamInfo, named
 from tests.train.conftest import CUBE
-from train.core.sharding import bytes_per_device
+from train.core.layout import bytes_per_device
 from train.errors import ConfigError
 
 

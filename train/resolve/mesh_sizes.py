@@ -2,13 +2,23 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from model.choices import Mixer, Mlp
+from model.config import ModelConfig
 from model.pattern import segments_of
-from train.config import MESH_AXES, Config, MeshConfig, Platform
+from train.config import (
+    MESH_AXES,
+    Config,
+    DistributedConfig,
+    MeshConfig,
+    Platform,
+    RuntimeConfig,
+    TrainConfig,
+)
+from train.core.shards import PipelineSchedule, listed, num_shards
 from train.errors import ConfigError, Mistake, check_all, nearest
 
 # If one of these environment variables is set, there may be other processes or devices.
@@ -18,13 +28,6 @@ _CLUSTER_VARIABLES = (
 )
 _DEVICES_FLAG = "xla_force_host_platform_device_count"
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")
-
-
-def listed(entry: Any) -> list[Any]:
-    """Return the mesh axes that an entry of a rule table names, as a list."""
-    if entry is None:
-        return []
-    return [*entry] if isinstance(entry, list | tuple) else [entry]
 
 
 def least_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
@@ -57,49 +60,19 @@ def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def num_shards(sizes: Mapping[str, int], axes: str | Sequence[str] | None) -> int:
-    """Return the number of shards of a dim that is sharded over these mesh axes."""
-    return math.prod(sizes[axis] for axis in listed(axes))
-
-
-class PipelineSchedule(NamedTuple):
-    """How microbatches pass through stages of layers (model/parts/pipeline.py).
-
-    repeats: the number of groups of layers on each stage.
-    microbatches: the number of microbatches that pass through the stages.
-    """
-
-    stages: int
-    repeats: int
-    microbatches: int
-
-    @property
-    def iterations(self) -> int:
-        """The number of iterations; in each, a stage runs one group of its layers."""
-        return self.repeats * self.microbatches + self.stages - 1
-
-    @property
-    def bubble(self) -> float:
-        """The fraction of the iterations in which a stage is idle."""
-        return (self.stages - 1) / self.iterations
-
-    @property
-    def local_microbatches(self) -> int:
-        """The number of microbatches of each device's local rows."""
-        return max(1, self.microbatches // self.stages)
-
-
-def pipeline_of(config: Config, stages: int) -> PipelineSchedule:
+def pipeline_of(mesh: MeshConfig, train: TrainConfig, stages: int) -> PipelineSchedule:
     """Return the pipeline of a config on a mesh with this number of stages."""
     if stages == 1:
         return PipelineSchedule(1, 1, 1)
-    microbatches = config.train.pipeline_microbatches or stages
-    return PipelineSchedule(stages, config.mesh.pipeline_repeats, microbatches)
+    microbatches = train.pipeline_microbatches or stages
+    return PipelineSchedule(stages, mesh.pipeline_repeats, microbatches)
 
 
-def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
+def check_pipeline(
+    model: ModelConfig, mesh: MeshConfig, train: TrainConfig, sizes: Mapping[str, int]
+) -> None:
     """Raise ConfigError if layers and microbatches do not divide over stages."""
-    stages, repeats, microbatches = pipeline_of(config, sizes["pipeline"])
+    stages, repeats, microbatches = pipeline_of(mesh, train, sizes["pipeline"])
     mistakes = list[Mistake]()
     if stages == 1:
         return
@@ -110,8 +83,8 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
         related = ("mesh.pipeline",)
         mistakes.append(Mistake(key, microbatches, rule, related))
     groups = stages * repeats
-    windows = config.model.windows
-    segments = segments_of(config.model)
+    windows = model.windows
+    segments = segments_of(model)
     if uneven := [s for s in segments if s.repeats % groups]:
         size = len(uneven[0].pattern)
         times = uneven[0].repeats
@@ -132,7 +105,7 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
                 rule = f"must be the same in each group of {size} layers that a stage "
                 rule += "runs at once; its length must divide them: change stages, "
                 rule += "mesh.pipeline_repeats or the pattern"
-                pattern = config.model.layer_pattern
+                pattern = model.layer_pattern
                 mistakes.append(Mistake("model.layer_pattern", pattern, rule))
     if mistakes:
         raise ConfigError(mistakes)
@@ -157,12 +130,11 @@ def check_batch(
         raise ConfigError([Mistake("data.batch_size", batch_size, rule, related)])
 
 
-def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
+def check_dims(model: ModelConfig, mesh: MeshConfig, sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if mesh axes do not divide the dims of the model's config.
 
-    The dims of each parameter are checked when it is sharded (train/core/sharding.py).
+    The dims of each parameter are checked when it is sharded (`param_specs`).
     """
-    model = config.model
     mistakes = list[Mistake]()
     dims = [("embed", "embed_dim", model.embed_dim)]
     if Mixer.gated_delta in model.mixers:
@@ -182,7 +154,7 @@ def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
         # The heads of activations are sharded too.
         tables = ["params", "activations"] if "heads" in axis else ["params"]
         for table in tables:
-            entry = getattr(config.mesh, table).get(axis)
+            entry = getattr(mesh, table).get(axis)
             description = f"model.{field}={size}"
             mistake = dim_mistake(sizes, axis, entry, size, description, table)
             if mistake is not None:
@@ -218,41 +190,43 @@ def mesh_mistakes(config: Config, num_devices: int | None = None) -> list[Mistak
     Every other check of the config must have passed. `num_devices` defaults to
     `runtime.cpu_devices`. If there may be other devices, their number is not checked.
     """
-    num_known_devices = num_devices or _cpu_devices(config)
-    batch = config.mesh.activations.get("batch")
-    rules = (*config.mesh.params.values(), *config.mesh.activations.values())
+    mesh = config.mesh
+    train = config.train
+    num_known_devices = num_devices or _cpu_devices(config.runtime, config.distributed)
+    batch = mesh.activations.get("batch")
+    rules = (*mesh.params.values(), *mesh.activations.values())
     axes_exist = all(axis in MESH_AXES for entry in rules for axis in listed(entry))
-    if config.mesh.planned or not axes_exist:
+    if mesh.planned or not axes_exist:
         return []
-    sizes = least_sizes(config.mesh, num_known_devices or 1)
-    local_microbatches = pipeline_of(config, sizes["pipeline"]).local_microbatches
+    sizes = least_sizes(mesh, num_known_devices or 1)
+    local_microbatches = pipeline_of(mesh, train, sizes["pipeline"]).local_microbatches
     try:
         check_all(
-            lambda: num_known_devices and axis_sizes(config.mesh, num_known_devices),
-            lambda: check_pipeline(config, sizes),
+            lambda: num_known_devices and axis_sizes(mesh, num_known_devices),
+            lambda: check_pipeline(config.model, mesh, train, sizes),
             lambda: check_batch(
                 config.data.batch_size,
-                config.train.accumulation_steps,
+                train.accumulation_steps,
                 num_shards(sizes, batch),
                 local_microbatches,
             ),
-            lambda: check_dims(config, sizes),
+            lambda: check_dims(config.model, mesh, sizes),
         )
     except ConfigError as error:
         return error.mistakes
     return []
 
 
-def _cpu_devices(config: Config) -> int | None:
+def _cpu_devices(runtime: RuntimeConfig, distributed: DistributedConfig) -> int | None:
     """Return the number of virtual devices, or None if there may be other devices."""
-    is_distributed = config.distributed.num_processes not in (None, 1)
+    is_distributed = distributed.num_processes not in (None, 1)
     if is_distributed or any(os.environ.get(name) for name in _CLUSTER_VARIABLES):
         return None
     if _DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
         return None
-    platform = config.runtime.platform
+    platform = runtime.platform
     is_cpu = platform is Platform.cpu or os.environ.get("JAX_PLATFORMS") == "cpu"
     auto_is_cpu = platform is Platform.auto and not any(
         Path(device).exists() for device in _ACCELERATORS
     )
-    return config.runtime.cpu_devices if is_cpu or auto_is_cpu else None
+    return runtime.cpu_devices if is_cpu or auto_is_cpu else None

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from train.core.runtime import compiler_options, cpu_prefers_bfloat16
 from train.hardware.chips import CHIPS
+from train.runtime import compiler_options, cpu_prefers_bfloat16
 
 DEVICES = """
 from train.config import RuntimeConfig
-from train.core.runtime import set_up
+from train.runtime import set_up
 set_up(RuntimeConfig(compilation_cache='~/xla'))
 import jax
 print(jax.devices()[0].platform)
@@ -24,7 +24,7 @@ print(jax.config.jax_compilation_cache_dir)
 
 REMOTE_CACHE = """
 from train.config import RuntimeConfig
-from train.core.runtime import set_up
+from train.runtime import set_up
 set_up(RuntimeConfig(compilation_cache='gs://bucket/xla'))
 import jax
 print(jax.config.jax_compilation_cache_dir)
@@ -33,7 +33,7 @@ print(jax.config.jax_compilation_cache_dir)
 FAULTS = """
 import resource
 from train.config import Platform, RuntimeConfig
-from train.core.runtime import set_up
+from train.runtime import set_up
 set_up(RuntimeConfig(platform=Platform.cpu, cpu_devices=1))
 import jax, jax.numpy as jnp
 

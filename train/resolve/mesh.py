@@ -11,8 +11,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from train.config import MESH_AXES, MeshConfig
-from train.core.mesh_sizes import axis_sizes, least_sizes
 from train.errors import ConfigError, Mistake, check_all
+from train.resolve.mesh_sizes import axis_sizes, least_sizes
 
 Device = Any  # The stubs of JAX declare jax.Device as a variable.
 

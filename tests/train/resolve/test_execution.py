@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from train.config import MESH_AXES
-from train.core.execution import choose_execution
 from train.errors import ConfigError
+from train.resolve.execution import choose_execution
 
 H100 = "NVIDIA H100 80GB HBM3"
 

@@ -1,0 +1,29 @@
+"""The kernels and methods that an execution is chosen from."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from model.attention.method import AttentionMethod
+from model.choices import Attention, ComputeDtype, ContextAttention, Grouped
+from model.execution import Pipeline
+from model.products import Quantization
+
+
+class ExecutionParts(NamedTuple):
+    """Functions that choose or make the parts of an `Execution`.
+
+    choose_kernel: returns the attention kernel of a setting on a platform.
+    choose_context_attention: returns how devices that share a row attend.
+    make_attention: returns the method of a kernel and of a way to share rows.
+    choose_grouped: returns the kernel of grouped products on a platform.
+    quantizations: functions from whether products are emulated to products in eight
+        bits, by dtype.
+    make_pipeline: returns the pipeline with these numbers of microbatches and repeats.
+    """
+
+    choose_kernel: Callable[..., Attention]
+    choose_context_attention: Callable[..., ContextAttention]
+    make_attention: Callable[[Attention, ContextAttention | None], AttentionMethod]
+    choose_grouped: Callable[[str], Grouped]
+    quantizations: Mapping[ComputeDtype, Callable[[bool], Quantization]]
+    make_pipeline: Callable[[int, int], Pipeline]

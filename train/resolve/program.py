@@ -1,0 +1,203 @@
+"""Settle a config once: turn it into the program for a set of devices.
+
+Training, evaluation, sampling and the plan all start here. Nothing that runs after
+`make_program` reads `auto`, null or -1 from a config.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from data.batch import Batch
+from data.config import DataConfig
+from model.catalog import EXECUTION_PARTS, MODEL_PARTS
+from model.choices import Position
+from model.gpt import abstract_gpt, params_of
+from model.params import param_infos
+from train.config import Config, TrainConfig
+from train.core.layout import StateLayout, batch_shards
+from train.core.program import Program, sharded_state
+from train.core.recipe import Recipe
+from train.core.shards import PipelineSchedule
+from train.errors import ConfigError, Mistake, check_all
+from train.hardware.collective_steps import collective_steps
+from train.optimizers.make import make_optimizer
+from train.optimizers.qk_clip import clip_scores
+from train.optimizers.transfer import transfer_factors
+from train.resolve.execution import ExecutionChoice, choose_placement
+from train.resolve.mesh import Device, make_mesh
+from train.resolve.mesh_sizes import (
+    check_batch,
+    check_pipeline,
+    least_sizes,
+    pipeline_of,
+)
+from train.resolve.sharding import axis_rules, param_specs
+from train.runtime import compiler_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfiguredProgram(Program):
+    """A program, and the config from which it was made.
+
+    pipeline: how microbatches pass through the stages of a pipeline.
+    """
+
+    config: Config
+    pipeline: PipelineSchedule
+
+    def with_train_config(self, train: TrainConfig) -> "ConfiguredProgram":
+        """Return this program with other microbatches, remat or offload settings."""
+        config = replace(self.config, train=train)
+        mesh = self.mesh
+        rules = self.layout.rules
+        choice = ExecutionChoice(
+            config, rules, mesh.devices.flat[0], mesh.shape, EXECUTION_PARTS
+        )
+        axis_steps = self.execution.placement.axis_steps
+        execution = self.execution._replace(
+            remat=train.remat,
+            offload=train.offload,
+            layer_unroll=choice.layer_unroll(),
+            placement=choose_placement(config, rules, mesh, axis_steps),
+        )
+        recipe = recipe_of(train)
+        return replace(self, config=config, execution=execution, recipe=recipe)
+
+
+def recipe_of(train: TrainConfig) -> Recipe:
+    """Return what a step computes, from the section `train` of a config."""
+    return Recipe(
+        accumulation_steps=train.accumulation_steps,
+        z_loss=train.z_loss,
+        loss_chunk_tokens=train.loss_chunk_tokens,
+        skip_sigma=train.skip_sigma,
+        skip_window=train.skip_window,
+        predict_ahead_weight=train.predict_ahead_weight,
+        predict_ahead_later_weight=train.predict_ahead_later_weight,
+        predict_ahead_later_step=train.predict_ahead_later_step,
+    )
+
+
+def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
+    """Fill in the model's vocabulary size and number of positions, if they are unset.
+
+    Args:
+        config: the composed config.
+        vocab_size: the size of the tokenizer's vocabulary, padded to a multiple of 128.
+        num_tokens: the number of ids that the tokenizer has. 0 skips the size check.
+
+    Raises:
+        ConfigError: if the model's vocabulary is smaller than the tokenizer's.
+    """
+    model = config.model
+    if model.vocab_size is None:
+        model = replace(model, vocab_size=vocab_size)
+    elif model.vocab_size < num_tokens:
+        rule = f"must be at least the {num_tokens} tokens of data.tokenizer="
+        rule += f"{config.data.tokenizer}; raise it, or set it to null for as many"
+        raise ConfigError([Mistake("model.vocab_size", model.vocab_size, rule)])
+    if model.position is Position.learned and model.max_sequence_length is None:
+        model = replace(model, max_sequence_length=config.data.sequence_length)
+    return replace(config, model=model)
+
+
+def make_program(
+    config: Config,
+    devices: Sequence[Device] | None = None,
+    schedule_steps: int | None = None,
+    num_tokens: int | None = None,
+) -> ConfiguredProgram:
+    """Return the program of a config on a set of devices.
+
+    Args:
+        config: the config, with the vocabulary size set (`settle`).
+        devices: the devices of the mesh. None means all devices of this run.
+        schedule_steps: the length of the schedule. None means train.num_steps. An
+            extended run still has the schedule length of its first start.
+        num_tokens: the number of ids that the tokenizer has. Larger ids get probability
+            zero. None means that the tokenizer has all ids of the vocabulary.
+
+    Raises:
+        ConfigError: if mesh, batch, model and devices do not fit; lists all mistakes.
+    """
+    devices = jax.devices() if devices is None else devices
+    device = devices[0]
+    data = config.data
+    train = config.train
+    sizes = least_sizes(config.mesh, len(devices))
+    rules = axis_rules(config.mesh)
+    pipeline = pipeline_of(config.mesh, train, sizes["pipeline"])
+    model = abstract_gpt(config.model, MODEL_PARTS)
+    infos = param_infos(model)
+    choice = ExecutionChoice(config, rules, device, sizes, EXECUTION_PARTS)
+
+    # Each of these may find mistakes; all mistakes are reported at once.
+    mesh, execution, _, _, specs = check_all(
+        lambda: make_mesh(config.mesh, devices),
+        choice.execution,
+        lambda: check_pipeline(config.model, config.mesh, train, sizes),
+        lambda: check_batch(
+            data.batch_size,
+            train.accumulation_steps,
+            batch_shards(rules, sizes).rows,
+            pipeline.local_microbatches,
+        ),
+        lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
+    )
+
+    placement = choose_placement(config, rules, mesh, collective_steps(mesh))
+    execution = execution._replace(placement=placement)
+    layout = StateLayout(mesh, specs, rules, offload=config.optimizer.offload)
+    recipe = recipe_of(train)
+    clip = None
+    if (threshold := config.optimizer.qk_clip) is not None:
+        clip = functools.partial(clip_scores, config.model, threshold)
+    optimizer = make_optimizer(
+        config.optimizer,
+        config.schedule.in_steps(data),
+        schedule_steps or train.num_steps,
+        infos,
+        compute_dtype=execution.numerics.compute_dtype,
+        mesh=mesh,
+        specs=specs,
+        seed=config.seed,
+        platform=device.platform,
+        factors=transfer_factors(config.optimizer, config.model, infos),
+        rate_factor=config.schedule.batch_factor(
+            data.batch_size * data.sequence_length
+        ),
+        clip_scores=clip,
+    )
+    return ConfiguredProgram(
+        config=config,
+        pipeline=pipeline,
+        model=model,
+        parts=MODEL_PARTS,
+        infos=infos,
+        layout=layout,
+        execution=execution,
+        recipe=recipe,
+        optimizer=optimizer,
+        state=sharded_state(model, MODEL_PARTS, layout, optimizer, recipe),
+        batch=_abstract_batch(data, layout.batch_sharding),
+        seed=config.seed,
+        compiler_options=compiler_options(
+            device,
+            execution.numerics.compute_dtype,
+            config.runtime.sparse_cores,
+            profiled=bool(config.profile.steps),
+        ),
+        num_tokens=num_tokens,
+    )
+
+
+def _abstract_batch(data: DataConfig, sharding: NamedSharding) -> Batch:
+    """Return a batch of `jax.ShapeDtypeStruct`. Its ids exist for masks only."""
+    shape = data.batch_size, data.sequence_length
+    x_BT = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    return Batch(x_BT, x_BT, x_BT if data.document_mask else None, positions=x_BT)
