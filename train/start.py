@@ -13,19 +13,22 @@ DataError.
 """
 
 import logging
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from etils import epath
 
 from data.batches import Order, batch_number
 from data.errors import DataError
+from data.sources import Sources
 from train.config import Config
 from train.core.loop import Trainer
 from train.core.phases import PhaseSteps
 from train.core.state import TrainState, best_params
 from train.describe import describe_data, describe_program
+from train.distributed.peers import Peers
 from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster, join
 from train.distributed.watchdog import Watchdog
@@ -33,14 +36,20 @@ from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake, exit_code
 from train.evaluate.evaluator import Evaluator
 from train.evaluate.results import compute_results, print_results
 from train.evaluate.validation import as_metrics
+from train.hardware.chips import peak_flops
 from train.identity import run_dir
 from train.preflight import Prepared, settled_run_dir
 from train.resolve.phases import phase_programs
-from train.resolve.program import make_program
+from train.resolve.program import ConfiguredProgram, make_program
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.folder import run_folder
-from train.run.starts import document_start_of, read_results
+from train.run.profiles import Profiler
+from train.run.starts import (
+    checkpoint_metadata,
+    document_start_of,
+    read_results,
+)
 from train.run.validations import PART
 from train.runtime import set_up
 
@@ -99,18 +108,18 @@ def _start(
     run.events.lap("start", until=devices_asked_s)
     run.events.lap("init", until=devices_found_s)
     try:
-        trainer = _make_trainer(prepared, run, preemption, watchdog)
+        start = _prepare_start(prepared, run, preemption, watchdog)
         run.events.lap("prepare")
         try:
-            code = _train(trainer)
+            code = _train(start)
         except Exception:
             if cluster.processes == 1:  # Several processes exit without waiting.
                 with watchdog.during("save"):
                     limit_s = run.config.watchdog.save_timeout_s / 2
-                    trainer.checkpoints.finish(limit_s)
+                    start.checkpoints.finish(limit_s)
             raise
-        with trainer.phase("save"):
-            trainer.checkpoints.close()
+        with start.phase("save"):
+            start.checkpoints.close()
     except Exception as error:
         report_crash(error, run, cluster, preemption)
         raise
@@ -118,10 +127,65 @@ def _start(
     return code
 
 
-def _make_trainer(
+@dataclass(frozen=True)
+class _StartParts:
+    """The program, the data and the services of one start."""
+
+    program: ConfiguredProgram
+    sources: Sources
+    order: Order
+    run: RunDir
+    cluster: Cluster
+    preemption: Preemption
+    watchdog: Watchdog
+    checkpoints: Checkpoints
+    evaluator: Evaluator
+    phases: PhaseSteps
+
+    @contextmanager
+    def phase(self, name: str, event: str | None = None) -> Iterator[None]:
+        """Set the watchdog's phase for a block, and record the block's duration."""
+        self.watchdog.phase(name)
+        yield
+        self.run.events.lap(event or name)
+
+    def make_trainer(self) -> Trainer:
+        """Return the training loop with its services."""
+        config = self.run.config
+        program = self.program
+        peak = peak_flops(program.mesh.devices.flat[0].device_kind)
+        return Trainer(
+            config=config,
+            program=program,
+            phases=self.phases,
+            batches=self.order,
+            saves=self.checkpoints,
+            metadata=checkpoint_metadata(
+                config,
+                self.sources,
+                program.mesh.shape,
+                self.run.continuation.schedule_steps,
+                self.run.branch,
+            ),
+            journal=self.run,
+            peers=Peers(
+                program,
+                self.cluster,
+                self.preemption,
+                config.watchdog.compile_timeout_s,
+                allow_faults=config.runtime.allow_fault_injection,
+            ),
+            watch=self.watchdog,
+            scorer=self.evaluator,
+            open_profiler=partial(Profiler, self.run, self.cluster, self.preemption),
+            peak_flops=None if peak is None else peak * program.mesh.size,
+        )
+
+
+def _prepare_start(
     prepared: Prepared, run: RunDir, preemption: Preemption, watchdog: Watchdog
-) -> Trainer:
-    """Return the trainer, after compilation has begun and the program is described."""
+) -> _StartParts:
+    """Begin to compile, describe the program, and return the parts of the start."""
     config = run.config
     program = prepared.program
     schedule_steps = run.continuation.schedule_steps
@@ -146,62 +210,67 @@ def _make_trainer(
     phases.begin(order.batch_number(max(checkpoints.saved.steps(), default=0)))
     describe_program(program)
     describe_data(order, config.train.num_steps)
-    return Trainer(
+    return _StartParts(
         program=program,
-        phases=phases,
         sources=prepared.sources,
         order=order,
         run=run,
-        checkpoints=checkpoints,
         cluster=prepared.cluster,
         preemption=preemption,
         watchdog=watchdog,
-        evaluator=Evaluator(program, prepared.sources, watchdog.beat),
-        tasks=prepared.tasks,
+        checkpoints=checkpoints,
+        evaluator=Evaluator(
+            program,
+            prepared.sources,
+            prepared.tasks,
+            earlier=lambda: run.validations,
+            heartbeat=watchdog.beat,
+        ),
+        phases=phases,
     )
 
 
-def _train(trainer: Trainer) -> int:
+def _train(start: _StartParts) -> int:
     """Find the state, train to the end, write the results; return the exit code."""
-    program = trainer.program
-    run = trainer.run
-    state = _find_state(trainer)
+    program = start.program
+    run = start.run
+    state = _find_state(start)
     print(f"run         {run.path}, from step {int(state.step):,}", flush=True)
     is_trained = int(state.step) < program.config.train.num_steps
-    code, state = trainer.train(state)
+    code, state = start.make_trainer().train(state)
     if code:
         return code
-    with trainer.phase("save"):
-        trainer.checkpoints.wait()  # Finish the save before results mark the run done.
-    trainer.preemption.training_done()
-    with trainer.phase("eval"):
+    with start.phase("save"):
+        start.checkpoints.wait()  # Finish the save before results mark the run done.
+    start.preemption.training_done()
+    with start.phase("eval"):
         step = int(state.step)
         params = best_params(state)
         if not is_trained:  # The loop has not scored the rows that all steps score.
-            run.log(step, as_metrics(trainer.evaluator.score(params), PART))
-        evaluations = trainer.evaluator.score_at_end(params, announce=run.write)
-        task_scores = trainer.score_tasks(state)
+            run.log(step, start.evaluator.validate(step, params).metrics)
+        evaluations = start.evaluator.score_at_end(params, announce=run.write)
+        task_scores = start.evaluator.score_tasks(params)
         for prefix, scores in evaluations.items():
             if prefix != PART:
                 run.log(step, as_metrics(scores, prefix))
         if task_scores:
             run.log(step, task_scores)
-    with trainer.phase("eval", "close"):
-        values = compute_results(program, params, trainer.sources, step, evaluations)
+    with start.phase("eval", "close"):
+        values = compute_results(program, params, start.sources, step, evaluations)
         run.write_results(values | task_scores)
     return 0
 
 
-def _find_state(trainer: Trainer) -> TrainState:
+def _find_state(start: _StartParts) -> TrainState:
     """Return the first state that exists in the list of the module's docstring."""
-    program = trainer.program
-    run = trainer.run
-    saved = trainer.checkpoints.saved
+    program = start.program
+    run = start.run
+    saved = start.checkpoints.saved
     rewind_to = run.continuation.rewind_to
-    trainer.watchdog.phase("restore")
+    start.watchdog.phase("restore")
     if rewind_to is not None:  # Check before the restore moves later steps aside.
         newest_step = max((s for s in saved.steps() if s <= rewind_to), default=0)
-        _check_skips(trainer, newest_step)
+        _check_skips(start, newest_step)
 
     # 1 and 2: the newest checkpoint that verifies.
     state = saved.restore(
@@ -213,34 +282,34 @@ def _find_state(trainer: Trainer) -> TrainState:
         run.check_lost()
     step = 0 if state is None else int(state.step)
     run.events.lap("restore", step=step)
-    _check_skips(trainer, step)
+    _check_skips(start, step)
     if rewind_to is not None:
         run.record_rewind()
 
-    with trainer.phase("compile", "prepare"):
+    with start.phase("compile", "prepare"):
         if state is None:
             # 3: the weights of init_from. 4: a fresh initialisation.
             init_from = program.config.init_from
-            state = _start_from(init_from, trainer) if init_from else program.init()
-        run.start_at(step, trainer.sources)
+            state = _start_from(init_from, start) if init_from else program.init()
+        run.start_at(step, start.sources)
     return state
 
 
-def _start_from(init_from: str, trainer: Trainer) -> TrainState:
+def _start_from(init_from: str, start: _StartParts) -> TrainState:
     """Return the state of step 0 with the weights of `init_from`."""
     from train.pretrained.begin import record_or_check_files, start_from  # rarely used
 
     print(f"weights     {init_from}", flush=True)
-    record_or_check_files(init_from, trainer.run.path, trainer.cluster)
-    return start_from(init_from, trainer.program)
+    record_or_check_files(init_from, start.run.path, start.cluster)
+    return start_from(init_from, start.program)
 
 
-def _check_skips(trainer: Trainer, step: int) -> None:
+def _check_skips(start: _StartParts, step: int) -> None:
     """Raise ConfigError if one of the first `step` steps used a batch to be skipped."""
-    earlier_skips = trainer.run.continuation.earlier_skips
-    skip_batches = trainer.run.config.data.skip_batches
+    earlier_skips = start.run.continuation.earlier_skips
+    skip_batches = start.run.config.data.skip_batches
     index = step - 1  # the index of the last step
-    if step and trainer.order.batch_number(index) != batch_number(index, earlier_skips):
+    if step and start.order.batch_number(index) != batch_number(index, earlier_skips):
         rule = (
             f"leave out batches that the {step} steps so far were trained on; add "
             f"run.rewind_to=<a step before them>"

@@ -13,7 +13,8 @@ import os, signal, sys, time
 import jax
 from train.distributed.processes import join
 from train.cli.command import compose, configure_logging
-from train.distributed.preemption import SAVE, Preemption
+from train.core.services import SAVE
+from train.distributed.preemption import Preemption
 
 configure_logging()
 config = compose(sys.argv[1:]).distributed

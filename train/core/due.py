@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from train.config import Config
-from train.distributed.preemption import SAVE
+from train.config import EvalConfig, LogConfig, TrainConfig
+from train.core.services import SAVE
 
 
 class Due(NamedTuple):
@@ -25,7 +25,13 @@ class Due(NamedTuple):
 
 
 def due_after(
-    step: int, config: Config, request: str | int | None, save_due: bool
+    step: int,
+    train: TrainConfig,
+    log: LogConfig,
+    evaluation: EvalConfig,
+    *,
+    request: str | int | None,
+    save_due: bool,
 ) -> Due:
     """Return what to do right after a step.
 
@@ -33,17 +39,17 @@ def due_after(
     step. After the last step, a request has no effect. `save_due` tells whether
     `checkpoint.save_interval_steps` requires a save.
     """
-    run_ends = step == config.train.num_steps
+    run_ends = step == train.num_steps
     stop = None if request == SAVE or run_ends or request is None else int(request)
     last = run_ends or stop is not None
     save = last or request == SAVE or save_due
-    check_interval = config.train.replica_check_interval_steps or 0
+    check_interval = train.replica_check_interval_steps or 0
     return Due(
-        log=run_ends or step % config.log.interval_steps == 0,
-        evaluate=run_ends or step % config.eval.interval_steps == 0,
-        score_tasks=bool(config.eval.tasks)
+        log=run_ends or step % log.interval_steps == 0,
+        evaluate=run_ends or step % evaluation.interval_steps == 0,
+        score_tasks=bool(evaluation.tasks)
         and not run_ends
-        and step % config.eval.task_interval_steps == 0,
+        and step % evaluation.task_interval_steps == 0,
         check=check_interval > 0 and (save or step % check_interval == 0),
         save=save,
         last=last,

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 import jax
 
+from train.core.services import SAVE
 from train.distributed.processes import Cluster
 from train.errors import ABORTED, PREEMPTED, STOPPED, Exit
 
 log = logging.getLogger(__name__)
 
-SAVE = "save"
 TRACE = "trace:"  # The number of steps follows.
 _END = "end"
 _SIGNALS = {

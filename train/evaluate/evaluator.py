@@ -7,9 +7,18 @@ from typing import Any
 
 from data.batches import num_validation_batches
 from data.sources import Sources
-from train.evaluate.validation import Score, all_sets, are_whole, evaluate_all
+from train.core.services import Validation
+from train.evaluate.results import validation_line
+from train.evaluate.tasks import Tasks
+from train.evaluate.validation import (
+    Score,
+    all_sets,
+    are_whole,
+    as_metrics,
+    evaluate_all,
+)
 from train.resolve.program import ConfiguredProgram
-from train.run.validations import FINAL, PART, WHOLE
+from train.run.validations import FINAL, PART, WHOLE, Validations
 from train.units import format_seconds
 
 
@@ -20,26 +29,45 @@ class Evaluator:
         self,
         program: ConfiguredProgram,
         sources: Sources,
-        heartbeat: Callable[[], None],
+        tasks: Tasks | None = None,
+        *,
+        earlier: Callable[[], Validations] = Validations,
+        heartbeat: Callable[[], None] = lambda: None,
     ):
-        """Remember what to score, and call `heartbeat` after each batch."""
+        """Remember what to score, and call `heartbeat` after each batch.
+
+        `tasks` are those of `eval.tasks`, and `earlier` returns the evaluations so far.
+        """
         self._program = program
         self._sources = sources
+        self._tasks = tasks
+        self._earlier = earlier
         self._heartbeat = heartbeat
         self._newest: dict[str, Score] = {}
         self._batch_ends: list[float] = []  # of the newest evaluation
 
-    def score(self, params: Any) -> dict[str, Score]:
+    def validate(self, step: int, params: Any) -> Validation:
         """Score parameters on the rows that every step is scored on."""
         num_batches = self._program.config.eval.num_training_batches
         self._newest = self._evaluate(params, num_batches)
-        return self._newest
+        return Validation(
+            metrics=as_metrics(self._newest, PART),
+            line=validation_line(step, self._newest, self._earlier()),
+            loss=self._newest[""].loss,
+            num_targets=self._newest[""].num_targets,
+        )
+
+    def score_tasks(self, params: Any) -> dict[str, float]:
+        """Score parameters on `eval.tasks`; return {} if there are none."""
+        if self._tasks is None:
+            return {}
+        return self._tasks.score(params, self._heartbeat)
 
     def score_at_end(self, params: Any, announce: bool) -> dict[str, dict[str, Score]]:
         """Return the scores of the last step, by their prefix.
 
-        The first are those of the newest call of `score`, which must have been that of
-        the last step. With `announce`, stderr says how long the others take.
+        The first are those of the newest call of `validate`, which must have been that
+        of the last step. With `announce`, stderr says how long the others take.
         """
         evaluations = {PART: self._newest}
         settings = self._program.config.eval

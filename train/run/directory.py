@@ -16,6 +16,7 @@ from typing import Any
 from etils import epath
 
 from data.errors import DataError
+from data.phases import tokens_before
 from data.sources import Sources
 from data.storage import write_atomically
 from train.config import Config
@@ -35,6 +36,7 @@ from train.run.metrics import (
     newest_metrics,
     open_metrics,
     read_events,
+    tokens_at,
 )
 from train.run.records import json_compatible
 from train.run.starts import record_start, start_numbers
@@ -141,6 +143,12 @@ class RunDir:
         self.tracker.log(step, values)
         if self.write:
             self.report.update()
+
+    def tokens_at(self, step: int) -> int:
+        """Return the number of targets of the first `step` steps; 0 if not `write`."""
+        if not self.write:
+            return 0
+        return tokens_at(self.path, step, partial(tokens_before, self.config.data))
 
     def prepare_save(self) -> None:
         """Check, on process 0, that this start still owns the run, and flush its logs.

@@ -17,7 +17,8 @@ from train.distributed.preemption import _AFTER, _BEFORE, _LEAVE, _due_step
 # A process that handles preemption, in the phase that its argument names.
 PROGRAM = """
 import contextlib, hashlib, os, sys, time
-from train.distributed.preemption import SAVE, Preemption
+from train.core.services import SAVE
+from train.distributed.preemption import Preemption
 
 with contextlib.closing(Preemption()) as preemption:
     preemption.before_exit = lambda code: print("left with", code, flush=True)

@@ -8,7 +8,7 @@ import pytest
 import train.evaluate.evaluator
 from train.cli.command import compose
 from train.evaluate.evaluator import Evaluator
-from train.evaluate.validation import Score
+from train.evaluate.validation import Score, as_metrics
 
 AVAILABLE = 40  # the number of batches of the whole set
 
@@ -67,11 +67,11 @@ def test_the_last_step_is_scored_on_the_same_rows_and_then_on_the_whole_set(
     program: Any = SimpleNamespace(config=compose(overrides))
     sources: Any = SimpleNamespace(validation_sets=lambda by_source: {})
     beats = []
-    evaluator = Evaluator(program, sources, lambda: beats.append(1))
-    first = evaluator.score({})
+    evaluator = Evaluator(program, sources, heartbeat=lambda: beats.append(1))
+    first = evaluator.validate(1, {})
     scores = evaluator.score_at_end({}, announce=True)
     assert [*scores] == prefixes
-    assert scores["eval"] == first
+    assert as_metrics(scores["eval"], "eval") == first.metrics
     assert batch_counts == wanted
     assert len(beats) == 3 * len(batch_counts)
     shown = capsys.readouterr().err

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 import time
@@ -6,7 +7,13 @@ from pathlib import Path
 from tests.fleet import REPOSITORY
 from tests.train.run.conftest import Clocks
 from train.run import metrics
-from train.run.metrics import EventLog, open_metrics, read_events, read_metrics
+from train.run.metrics import (
+    EventLog,
+    open_metrics,
+    read_events,
+    read_metrics,
+    tokens_at,
+)
 
 
 def _steps(run_dir: Path) -> list[int]:
@@ -42,6 +49,15 @@ def test_a_score_from_before_a_kill_is_not_recorded_twice(tmp_path):
     assert read_metrics(tmp_path) == rows
     open_metrics(tmp_path, 10, scored_again=True).close()
     assert read_metrics(tmp_path) == rows[:3]
+
+
+def test_tokens_are_those_of_the_newest_line_and_of_the_batches_after_it(tmp_path):
+    """Batches of 100 tokens may have fewer targets, of which the lines tell."""
+    rows = [{"step": 5, "tokens": 350}, {"step": 5, "eval/loss": 1}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert tokens_at(tmp_path, 5, lambda step: 100 * step) == 350
+    assert tokens_at(tmp_path, 7, lambda step: 100 * step) == 550
+    assert tokens_at(tmp_path, 4, lambda step: 100 * step) == 400
 
 
 def test_other_processes_touch_nothing(tmp_path):

@@ -1,6 +1,5 @@
 """A window of steps writes its lines, events and notes."""
 
-import json
 import math
 import time
 from types import SimpleNamespace
@@ -9,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import train.log_window
+import train.core.log_window
 from data.config import DataConfig
 from data.phases import Phase
-from train.log_window import LogWindow
+from train.config import Config, LogConfig
+from train.core.log_window import LogWindow
 
 METRICS = {
     **{"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "skipped": 0.0},
@@ -26,14 +26,10 @@ class Run:
     """Record laps, events and lines, as the directory of a run does."""
 
     write = True
-    # A step has 100 tokens.
-    config = SimpleNamespace(
-        data=DataConfig(batch_size=4, sequence_length=25, prefetch=2)
-    )
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self):
         self.events = self
+        self.earlier_tokens = {}
         self.laps = []
         self.recorded = []
         self.logged = []
@@ -47,10 +43,13 @@ class Run:
     def log(self, *line):
         self.logged.append(line)
 
+    def tokens_at(self, step):
+        return self.earlier_tokens.get(step, 100 * step)
+
 
 @pytest.fixture
-def run(tmp_path):
-    return Run(tmp_path)
+def run():
+    return Run()
 
 
 @pytest.fixture
@@ -68,29 +67,32 @@ def progress(notes):
     return SimpleNamespace(note=notes.append, update=lambda *figures: None)
 
 
+def open_window(programs: Any, run: Any, order: Any, feed: Any) -> LogWindow:
+    """Open a window of a run that watches every tenth step of 100 tokens."""
+    config = Config(
+        data=DataConfig(batch_size=4, sequence_length=25, prefetch=2),
+        log=LogConfig(numerics_interval_steps=10),
+    )
+    return LogWindow(
+        programs, config, journal=run, batches=order, feed=feed, peak_flops=None
+    )
+
+
 @pytest.fixture
 def window(run, feed):
-    """Open a window of a run that watches every tenth step and skipped two batches."""
-    log = SimpleNamespace(numerics_interval_steps=10)
-    device = SimpleNamespace(device_kind="cpu")
-    program: Any = SimpleNamespace(
-        config=SimpleNamespace(data=run.config.data, log=log),
-        mesh=SimpleNamespace(devices=SimpleNamespace(flat=[device]), size=1),
-        tokens_per_step=100,
-        flops_per_step=1.0,
-    )
-    order: Any = SimpleNamespace(
+    """Open a window of a run that skipped two batches."""
+    program = SimpleNamespace(tokens_per_step=100, flops_per_step=1.0)
+    order = SimpleNamespace(
         batch_number=lambda step: step + 2, phase=lambda step: WHOLE_RUN
     )
-    programs: Any = {WHOLE_RUN: program}
-    return LogWindow(programs, run, order, feed)
+    return open_window({WHOLE_RUN: program}, run, order, feed)
 
 
 def test_slow_data_is_noted_once_and_not_in_the_first_window(
     window, feed, notes, progress, monkeypatch
 ):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(train.log_window.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(train.core.log_window.time, "monotonic", lambda: clock.now)
     note_counts = []
     for step, (seconds, waiting_s) in enumerate([(100, 50), (20, 1), (20, 1), (20, 9)]):
         clock.now += seconds
@@ -178,8 +180,7 @@ def test_laps_are_split_at_pauses_which_the_speed_leaves_out(
 
 def test_tokens_count_targets_and_continue_after_a_restart(window, run, progress):
     """Padding does not count: 80 of the 100 positions of a step are targets."""
-    rows = [{"step": 5, "tokens": 350}, {"step": 5, "eval/loss": 1}]
-    (run.path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run.earlier_tokens = {5: 350}
     window.add(METRICS)
     window.add(METRICS | {"targets": 60.0})
     window.read(7, progress)  # a save needs them for the start that resumes from it
@@ -247,22 +248,17 @@ def test_every_metric_of_a_step_is_logged(window, run, progress):
 def test_flops_count_the_tokens_of_each_phase(run, feed, progress):
     """Two steps have 100 tokens at 3 FLOPs each, and one has 400 tokens at 5."""
     phases = WHOLE_RUN, Phase(first_batch=2, rows=4, length=100, first_token=200)
-    device = SimpleNamespace(device_kind="cpu")
-    config = SimpleNamespace(data=run.config.data)
-    mesh = SimpleNamespace(devices=SimpleNamespace(flat=[device]), size=1)
-    programs: Any = {
+    programs = {
         phase: SimpleNamespace(
-            config=config,
-            mesh=mesh,
             tokens_per_step=phase.tokens_per_batch,
             flops_per_step=flops * phase.tokens_per_batch,
         )
         for phase, flops in zip(phases, (3.0, 5.0), strict=True)
     }
-    order: Any = SimpleNamespace(
+    order = SimpleNamespace(
         batch_number=lambda step: step, phase=lambda step: phases[step >= 2]
     )
-    window = LogWindow(programs, run, order, feed)
+    window = open_window(programs, run, order, feed)
     for step in range(3):
         window.add(METRICS | {"targets": 400.0 if step == 2 else 100.0})
     window.close(3, progress, write=True)

@@ -7,21 +7,18 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 import jax
 import numpy as np
 
-from data.batches import Order
 from data.phases import Phase, tokens_before
+from train.config import Config
 from train.console import Progress
 from train.core.feed import Feed
 from train.core.numerics import PREFIX, Culprit, find_culprit, flat_figures
 from train.core.program import Program
+from train.core.services import Batches, Journal
 from train.core.step import Metrics
-from train.hardware.chips import peak_flops
-from train.run.directory import RunDir
-from train.run.metrics import tokens_at
 from train.units import few
 
 _MAX_WAIT_FRACTION = 0.02  # A warning appears if waiting takes a larger share.
@@ -37,19 +34,24 @@ class LogWindow:
     def __init__(
         self,
         programs: Mapping[Phase, Program],
-        run: RunDir,
-        order: Order,
+        config: Config,
+        *,
+        journal: Journal,
+        batches: Batches,
         feed: Feed,
+        peak_flops: float | None,
     ):
-        """Open the first window. `programs` are those of the phases of the run."""
+        """Open the first window.
+
+        `programs` are those of the phases of the run. `peak_flops` are the FLOP/s that
+        all devices reach at most together, None if unknown.
+        """
         self._programs = programs
-        program = next(iter(programs.values()))
-        self._config = program.config
-        self._run = run
-        self._order = order
+        self._config = config
+        self._journal = journal
+        self._batches = batches
         self._feed = feed
-        peak = peak_flops(program.mesh.devices.flat[0].device_kind)
-        self.peak = peak and peak * program.mesh.size
+        self._peak_flops = peak_flops
         self.skipped_in_a_row = 0
         self.culprit: Culprit | None = None  # why steps are skipped, if watched
         self._last_accepted: Metrics | None = None  # Only watched steps are stored.
@@ -94,13 +96,13 @@ class LogWindow:
         try:
             yield
         finally:
-            self._run.events.lap(event)
+            self._journal.events.lap(event)
         self._paused_s += time.monotonic() - start_s
 
     def _lap(self, **fields: int) -> None:
         """Record the steps since the last lap, and separately their wait for data."""
         waited_s = self._feed.seconds_waited
-        self._run.events.lap(
+        self._journal.events.lap(
             "step",
             {"data_wait": waited_s - self._lapped_wait_s},
             steps=len(self._metrics) - self._lapped_steps,
@@ -115,7 +117,7 @@ class LogWindow:
         Call this before a save. A later start continues after the saved steps, and
         reads from the metrics how many tokens they had.
         """
-        self._run.log(step, {"tokens": self._read_all(step, progress)})
+        self._journal.log(step, {"tokens": self._read_all(step, progress)})
 
     def _read_all(self, step: int, progress: Progress) -> int:
         """Read and record the unread steps; return the number of tokens so far."""
@@ -124,9 +126,7 @@ class LogWindow:
         self._num_read = len(self._metrics)
         start_step = step - len(unread)
         if self._tokens is None:
-            run = self._run
-            count = partial(tokens_before, run.config.data)
-            self._tokens = tokens_at(run.path, start_step, count) if run.write else 0
+            self._tokens = self._journal.tokens_at(start_step)
         targets = sum(int(metrics["targets"]) for metrics in unread)
         self._targets = self._targets + targets
         self._tokens = self._tokens + targets
@@ -146,7 +146,7 @@ class LogWindow:
         last_metrics = self._metrics[-1]
         tokens_per_s = self._targets / seconds
         flops_per_s = tokens_per_s * _flops_per_token(self._phase_program(step))
-        mfu = flops_per_s / self.peak if self.peak else None
+        mfu = flops_per_s / self._peak_flops if self._peak_flops else None
         self._lap(step=step)
         if warning := self._data_warning(seconds, waited_s):
             progress.note(warning)
@@ -165,14 +165,14 @@ class LogWindow:
             values = {
                 "loss_mean": mean_loss,
                 "tokens": tokens,
-                "positions": tokens_before(self._run.config.data, step),
+                "positions": tokens_before(self._config.data, step),
                 "memory_bytes": math.nan if memory_bytes is None else memory_bytes,
                 "flops": tokens * self._mean_flops_per_token(step),
                 "tokens_per_second": tokens_per_s,
                 "step_seconds": seconds / num_steps,
                 "mfu": math.nan if mfu is None else mfu,
             }
-            self._run.log(step, _as_line(last_metrics) | values)
+            self._journal.log(step, _as_line(last_metrics) | values)
         self._open()
         return seconds
 
@@ -186,11 +186,11 @@ class LogWindow:
 
     def _phase_program(self, step: int) -> Program:
         """Return the program of the phase in which `step` is the newest update."""
-        return self._programs[self._order.phase(step - 1)]
+        return self._programs[self._batches.phase(step - 1)]
 
     def _mean_flops_per_token(self, step: int) -> float:
         """Return the mean model FLOPs of a token of all phases until a step."""
-        stop = self._order.batch_number(step - 1) + 1
+        stop = self._batches.batch_number(step - 1) + 1
         tokens = 0
         flops = 0.0
         for phase, program in reversed([*self._programs.items()]):
@@ -210,7 +210,7 @@ class LogWindow:
         skipped = []
         for step, metrics in enumerate(steps, start_step + 1):
             if figures := flat_figures(metrics):
-                self._run.log(step, figures)
+                self._journal.log(step, figures)
             if not metrics["skipped"]:
                 self.skipped_in_a_row = 0
                 self.culprit = None
@@ -221,13 +221,13 @@ class LogWindow:
             reason = "the update overflows" if metrics.get("overflow") else "spike"
             if not all(map(math.isfinite, values.values())):
                 reason = "not finite"
-            batch = self._order.batch_number(step - 1)
+            batch = self._batches.batch_number(step - 1)
             event = {"step": step, "batch": batch, **values, "reason": reason}
             if figures and (culprit := find_culprit(metrics, self._last_accepted)):
                 self.culprit = culprit
                 reason = f"{reason}, {culprit}"
                 event |= culprit._asdict()
-            self._run.events.record("skipped", **event)
+            self._journal.events.record("skipped", **event)
             skipped.append(f"step {step:,} (batch {batch:,}, {reason})")
         if skipped:
             progress.note(f"updates skipped: {few(skipped, _MAX_NAMED)}")
