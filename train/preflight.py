@@ -22,11 +22,11 @@ from data.sources import Sources, encoding_of, open_sets, open_sources
 from train.config import Config, DistributedConfig
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake, check_all
-from train.evaluate.tasks import TaskRequest, Tasks, load_tasks
 from train.identity import run_dir
 from train.resolve.phases import phase_programs
 from train.resolve.program import ConfiguredProgram, make_program, settle
 from train.run.versions import code_version, versions
+from train.start_parts import StartParts, TaskScores
 
 
 def settled_run_dir(config: Config) -> str:
@@ -53,18 +53,20 @@ class Prepared:
     devices_s: tuple[float, float]
     program: ConfiguredProgram
     sources: Sources
-    tasks: Tasks | None = None
+    tasks: TaskScores | None = None
 
     def __init__(
         self,
         config: Config,
         cluster: Cluster,
+        parts: StartParts,
         beat: Callable[[], object] = lambda: None,
     ):
         """Prepare the program and the data, and compare them across processes.
 
-        `beat` is called for each piece of text that is encoded, and on all processes
-        while process 0 searches for a layout.
+        `parts` are the optional parts that the config may ask for. `beat` is called for
+        each piece of text that is encoded, and on all processes while process 0
+        searches for a layout.
 
         Raises:
             ConfigError: if the config does not fit the devices or the data.
@@ -73,28 +75,18 @@ class Prepared:
         """
         self.config = config
         self.cluster = cluster
+        self._parts = parts
         self._beat = beat
         cluster.agree(self._settle)
         cluster.agree(self._find_devices)
         if self.config.mesh.planned:
-            # The planner is large, and most runs do not use it.
-            from train.plan.search.search import with_best_layout
-
-            self.config = with_best_layout(self.config, cluster, beat)
+            self.config = parts.choose_layout(self.config, cluster, beat)
         cluster.agree(self._build)
 
     def _settle(self) -> Mapping[str, str]:
-        self._loaded_tasks = None
-        if names := self.config.eval.tasks:
-            section = self.config.eval
-            self._request = TaskRequest(
-                names,
-                path=section.task_path,
-                limit=section.task_limit,
-                num_fewshot=section.task_num_fewshot,
-                key="eval.tasks",
-            )
-            self._loaded_tasks = load_tasks(self._request)
+        self._make_tasks = None
+        if self.config.eval.tasks:
+            self._make_tasks = self._parts.load_tasks(self.config.eval)
         encoding = encoding_of(self.config.data)
         vocab_size = padded_vocab_size(encoding)
         self._num_tokens = encoding.n_vocab
@@ -123,10 +115,8 @@ class Prepared:
         sources = open_sources(data, self._beat)
         self.sources = open_sets(sources, data, paths, self._beat)
         task_fingerprints = {}
-        if self._loaded_tasks:
-            self.tasks = Tasks(
-                self._loaded_tasks, self._request, self.program, self.sources.encoding
-            )
+        if self._make_tasks is not None:
+            self.tasks = self._make_tasks(self.program, self.sources.encoding)
             task_fingerprints = {"eval.tasks": self.tasks.fingerprint[:12]}
         order = Order(self.sources, data, self.config.seed)
         if mistakes := order.mistakes(self.config.train.num_steps):
@@ -146,9 +136,8 @@ class Prepared:
         """
         path = self.config.init_from
         if path is not None and not (folder / "config.yaml").exists():
-            from train.pretrained.begin import check_weights
-
-            self.cluster.agree(lambda: check_weights(path, self.program))
+            weights = self._parts.initial_weights()
+            self.cluster.agree(lambda: weights.check_weights(path, self.program))
 
 
 def _program_versions(config: Config) -> dict[str, str]:

@@ -23,6 +23,7 @@ from etils import epath
 from data.batches import Order, batch_number
 from data.errors import DataError
 from data.sources import Sources
+from train.catalog import START_PARTS
 from train.config import Config
 from train.core.loop import Trainer
 from train.core.phases import PhaseSteps
@@ -79,16 +80,16 @@ def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> 
         with closing(watchdog):
             value = cluster.broadcast(lambda: document_start_of(folder, config))
             data = replace(config.data, document_start=value)
-            prepared = Prepared(replace(config, data=data), cluster, watchdog.beat)
+            prepared = Prepared(
+                replace(config, data=data), cluster, START_PARTS, watchdog.beat
+            )
             config = prepared.config
             sources = prepared.sources
             if trunk is None:
                 prepared.check_initial_weights(folder)
             if config.runtime.prove_kernels:
-                from train.prove.kernels import check_kernels  # rarely used
-
                 execution = prepared.program.execution
-                cluster.agree(lambda: check_kernels(config, execution))
+                cluster.agree(lambda: START_PARTS.check_kernels(config, execution))
             with open_run(
                 config, sources, cluster, preemption, trunk=trunk, beat=watchdog.beat
             ) as run:
@@ -297,11 +298,10 @@ def _find_state(start: _StartParts) -> TrainState:
 
 def _start_from(init_from: str, start: _StartParts) -> TrainState:
     """Return the state of step 0 with the weights of `init_from`."""
-    from train.pretrained.begin import record_or_check_files, start_from  # rarely used
-
+    weights = START_PARTS.initial_weights()
     print(f"weights     {init_from}", flush=True)
-    record_or_check_files(init_from, start.run.path, start.cluster)
-    return start_from(init_from, start.program)
+    weights.record_or_check_files(init_from, start.run.path, start.cluster)
+    return weights.start_from(init_from, start.program)
 
 
 def _check_skips(start: _StartParts, step: int) -> None:

@@ -74,6 +74,7 @@ def test_the_others_wait_as_long_as_a_search_makes_progress(tmp_path):
     """They wait longer than for a process that reports nothing."""
     code = """
 from train import preflight
+from train.catalog import START_PARTS
 from train.distributed.processes import Cluster
 from train.plan.search import search
 from train.plan.search.candidates import Layout
@@ -92,7 +93,8 @@ preemption.connect(cluster)
 search.choose, beats = choose, []
 impatient = Impatient(cluster.process, cluster.processes, 2.0, cluster._rounds)
 planned = compose([*sys.argv[1:], *TINY, "data.batch_size=16", "mesh=planned"])
-prepared = preflight.Prepared(planned, impatient, lambda: beats.append(1))
+beat = lambda: beats.append(1)
+prepared = preflight.Prepared(planned, impatient, START_PARTS, beat)
 fsdp = prepared.config.mesh.fsdp
 print(fsdp == jax.device_count(), len(beats) > 10, file=sys.stderr)
 preemption.close()

@@ -9,7 +9,6 @@ from data.batches import num_validation_batches
 from data.sources import Sources
 from train.core.services import Validation
 from train.evaluate.results import validation_line
-from train.evaluate.tasks import Tasks
 from train.evaluate.validation import (
     Score,
     all_sets,
@@ -19,6 +18,7 @@ from train.evaluate.validation import (
 )
 from train.resolve.program import ConfiguredProgram
 from train.run.validations import FINAL, PART, WHOLE, Validations
+from train.start_parts import TaskScores
 from train.units import format_seconds
 
 
@@ -29,7 +29,7 @@ class Evaluator:
         self,
         program: ConfiguredProgram,
         sources: Sources,
-        tasks: Tasks | None = None,
+        tasks: TaskScores | None = None,
         *,
         earlier: Callable[[], Validations] = Validations,
         heartbeat: Callable[[], None] = lambda: None,

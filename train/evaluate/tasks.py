@@ -14,6 +14,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from urllib.request import getproxies
 
 from tiktoken import Encoding
 
+from train.config import EvalConfig
 from train.errors import ConfigError, Mistake, as_typed
 from train.resolve.program import ConfiguredProgram
 
@@ -95,6 +97,24 @@ def load_tasks(request: TaskRequest) -> dict[str, Any]:
         if task_fewshot is None or is_replaced:
             task.set_config("num_fewshot", request.num_fewshot or 0)
     return dict(task_dict)
+
+
+def load_configured_tasks(
+    section: EvalConfig,
+) -> Callable[[ConfiguredProgram, Encoding], "Tasks"]:
+    """Load `eval.tasks`; return a function that makes them for a program.
+
+    Raises:
+        ConfigError: as in `load_tasks`.
+    """
+    request = TaskRequest(
+        section.tasks,
+        path=section.task_path,
+        limit=section.task_limit,
+        num_fewshot=section.task_num_fewshot,
+        key="eval.tasks",
+    )
+    return partial(Tasks, load_tasks(request), request)
 
 
 def _hub_answers() -> bool:
