@@ -75,9 +75,8 @@ class AttentionMethod(Protocol):
     def attend(self, inputs: Inputs, options: AttentionOptions) -> Attended:
         """Attend from each position to itself and to earlier ones of its document.
 
-        The output has the dtype of the queries.
-        T equals S, unless keys and values are already gathered for `all_gather`. Each
-        device computes its local shard.
+        The output has the dtype of the queries. T equals S, unless keys and values are
+        already gathered for `all_gather`. Each device computes its local shard.
         """
         ...
 

@@ -167,11 +167,10 @@ class KernelAttention:
         placement: Placement,
         kv_axis: str,
     ) -> Callable[[Inputs], Attended]:
-        """Return a function that runs the kernel per shard.
+        """Return a function that runs the kernel on each local shard.
 
-        XLA cannot partition kernels.
-
-        `kv_axis` is the logical axis of the heads of keys and values.
+        XLA cannot partition kernels. `kv_axis` is the logical axis of the heads of keys
+        and values.
         """
         kernel = KERNELS[self.kernel]
         if placement.sequence_axes:

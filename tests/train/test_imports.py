@@ -1,6 +1,7 @@
 """Imports run one way, and LAYERS lists what each package may import."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,12 @@ MAX_REACHED_LINES = {
     "train.core.loop": 11_000,
     "train.start": 30_400,
 }
+MAX_CORE_LINES = 10_000  # with the dataclasses of the config
 CORE = ("model", "train.core")
+# The core imports only itself, the config's dataclasses, the batch type and its shapes,
+# and these modules that write to the terminal or end the program.
+CORE_MAY = (*CORE, "train.config", "data.batch", "data.phases")
+CORE_MAY += ("train.console", "train.errors", "train.units")
 PARTS = ("model.parts", "model.catalog")  # optional parts, and their catalog
 # What only a catalog brings does not count for these modules.
 WITHOUT_CATALOGS = ("train.start",)
@@ -166,12 +172,54 @@ def test_a_module_reaches_at_most_its_limit_of_lines(files, start, limit):
     assert lines <= limit, f"{start} reaches {lines} lines in {len(reached)} modules"
 
 
+def is_core(module: str) -> bool:
+    return module.startswith(CORE) and not module.startswith(PARTS)
+
+
 def test_the_core_is_closed_under_import(files):
     """Optional parts are handed to the core as values."""
     for module, path in files.items():
-        if module.startswith(CORE) and not module.startswith(PARTS):
-            parts = {name for name in imports(path) if name.startswith(PARTS)}
-            assert not parts, f"{module} imports {parts}"
+        if is_core(module):
+            ours = {name for name in imports(path) if layer_name(name)}
+            others = {name for name in ours if not name.startswith(CORE_MAY)}
+            others |= {name for name in ours if name.startswith(PARTS)}
+            assert not others, f"{module} imports {others}"
+
+
+def test_the_core_and_its_config_stay_small_enough_to_be_read(files):
+    counts = {
+        module: path.read_text().count("\n")
+        for module, path in files.items()
+        if is_core(module) or module.startswith("train.config")
+    }
+    assert sum(counts.values()) <= MAX_CORE_LINES
+
+
+def test_the_reading_list_names_files_and_about_how_long_they_are():
+    """Figures may be off by a tenth, so that not every change must correct them."""
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| `([^`]+\.py)` \| ([\d,]+) \|$", text, re.M)
+    assert len(rows) > 5
+    num_files = num_lines = 0
+    for paths, count in rows:
+        files = [file for path in paths.split(", ") for file in alternatives(path)]
+        lines = sum((REPOSITORY / f).read_text().count("\n") for f in files)
+        assert lines == pytest.approx(int(count.replace(",", "")), rel=0.1), paths
+        num_files += len(files)
+        num_lines += lines
+    summary = re.search(r"read ([\d,]+) lines in (\d+) files", text)
+    assert summary is not None
+    assert num_lines == pytest.approx(int(summary[1].replace(",", "")), rel=0.1)
+    assert num_files == int(summary[2])
+
+
+def alternatives(path: str) -> list[str]:
+    """Return the paths that a path with one `{a,b}` stands for."""
+    start, brace, rest = path.partition("{")
+    if not brace:
+        return [path]
+    names, _, end = rest.partition("}")
+    return [f"{start}{name}{end}" for name in names.split(",")]
 
 
 def test_a_step_knows_no_config(files):

@@ -7,21 +7,28 @@ from jaxtyping import Array, Float, Int
 
 
 class Recipe(NamedTuple):
-    """The settings of a step. train/config/training.py explains each.
+    """The settings of a step.
 
+    accumulation_steps: the number of microbatches in a step.
+    z_loss: the weight of the squared logarithm of the softmax's sum.
+    loss_chunk_tokens: the largest number of positions of a row whose logits exist at
+        once. None leaves the choice to the loss (train/core/loss/form.py).
+    skip_sigma: the standard deviations above the mean of recent steps that make a
+        spike, whose update is skipped. None accepts every finite step.
     skip_window: the number of accepted steps that a spike is compared with.
-    skip_sigma: the standard deviations above their mean that make a spike. None
-        accepts every finite step.
+    predict_ahead_weight: the weight of the mean loss of prediction modules.
+    predict_ahead_later_weight: this weight from the step predict_ahead_later_step on.
+        None keeps predict_ahead_weight.
     """
 
-    accumulation_steps: int = 1
-    z_loss: float = 0.0
-    loss_chunk_tokens: int | None = None
-    skip_sigma: float | None = None
-    skip_window: int = 128
-    predict_ahead_weight: float = 0.0
-    predict_ahead_later_weight: float | None = None
-    predict_ahead_later_step: int = 0
+    accumulation_steps: int
+    z_loss: float
+    loss_chunk_tokens: int | None
+    skip_sigma: float | None
+    skip_window: int
+    predict_ahead_weight: float
+    predict_ahead_later_weight: float | None
+    predict_ahead_later_step: int
 
     def ahead_weight(self, step: Int[Array, ""] | int) -> Float[Array, ""]:
         """Return the weight of the loss of prediction modules in a step."""

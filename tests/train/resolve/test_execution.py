@@ -69,3 +69,36 @@ def test_pieces_of_rows_that_are_shorter_than_a_convolution_are_refused(programs
         programs(
             *overrides, "model.mixer=gated_delta", "model.delta_conv_width=6", devices=8
         )
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        [],
+        ["model.compute_dtype=float8"],
+        ["model.compute_dtype=int8"],
+        ["mesh.context=2", "data.sequence_length=64"],
+        ["mesh.pipeline=2", "model.num_layers=4"],
+    ],
+    ids=" ".join,
+)
+def test_executions_of_equal_configs_are_equal_and_hash_equally(configure, typed):
+    """The planner keys its cache of traces by them."""
+    config = configure(*typed)
+    sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
+    device = SimpleNamespace(platform="cpu", device_kind="cpu")
+    first = choose_execution(config, device, sizes)
+    second = choose_execution(configure(*typed), device, sizes)
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+def test_executions_that_differ_only_in_eight_bits_are_not_equal(configure):
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    device = SimpleNamespace(platform="cpu", device_kind="cpu")
+    dtypes = ("float8", "int8", "bfloat16")
+    executions = {
+        choose_execution(configure(f"model.compute_dtype={dtype}"), device, sizes)
+        for dtype in dtypes
+    }
+    assert len(executions) == len(dtypes)
