@@ -55,7 +55,7 @@ class Block(nnx.Module):
             return Normalize(config, config.norm, embed=config.embed_dim)
 
         self.attention_norm = norm_if(norm_inputs)
-        self.attention = parts.mixers[kind.mixer](config, rngs)
+        self.attention = parts.mixers[kind.mixer].make(config, rngs)
         self.attention_output_norm = norm_if(norm_outputs)
         self.mlp_norm = norm_if(norm_inputs)
         self.has_experts = kind.experts

@@ -2,18 +2,16 @@
 
 from flax import nnx
 
-from model.choices import Mixer
 from model.config import ModelConfig
 from model.execution_parts import ExecutionParts
-from model.layers import MLP, SelfAttention
+from model.layers import MLP
+from model.mixer_catalog import MIXERS
 from model.model_parts import ModelParts
 from model.parts.attention import KernelAttention, choose_kernel
 from model.parts.context.context_parallel import choose_context_attention
-from model.parts.delta.layer import GatedDeltaNet
 from model.parts.eight_bits.recipes import RECIPES
 from model.parts.experts.experts import Experts
 from model.parts.experts.grouped import choose_grouped
-from model.parts.latent.attention import LatentAttention
 from model.parts.pipeline import CircularPipeline
 from model.parts.predict_ahead import PredictionModules
 from model.parts.token_shift import shift_channels
@@ -25,11 +23,7 @@ def make_mlp(config: ModelConfig, rngs: nnx.Rngs) -> MLP:
 
 
 MODEL_PARTS = ModelParts(
-    mixers={
-        Mixer.attention: SelfAttention,
-        Mixer.latent_attention: LatentAttention,
-        Mixer.gated_delta: GatedDeltaNet,
-    },
+    mixers=MIXERS,
     mlp=make_mlp,
     experts=Experts,
     shift=shift_channels,

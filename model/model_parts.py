@@ -9,6 +9,7 @@ from flax import nnx
 from model.choices import Mixer
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
+from model.mixer_kind import MixerKind
 
 Make = Callable[[ModelConfig, nnx.Rngs], Any]
 # Takes x_BTD and the channels before it, or None; returns both, as
@@ -22,7 +23,7 @@ Shift = Callable[
 class ModelParts(NamedTuple):
     """Functions that make the parts of a model.
 
-    mixers: a function for each mixer.
+    mixers: the record of each mixer.
     mlp: makes the MLP of a block without experts.
     experts: makes the MLP of a block with experts.
     shift: shifts channels of the inputs of a block's mixer and MLP by one position.
@@ -30,7 +31,7 @@ class ModelParts(NamedTuple):
         by their `run` (model/parts/predict_ahead.py).
     """
 
-    mixers: Mapping[Mixer, Make]
+    mixers: Mapping[Mixer, MixerKind]
     mlp: Make
     experts: Make
     shift: Shift

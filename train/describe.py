@@ -4,7 +4,7 @@ import jax
 
 from data.batches import Order
 from data.phases import phases_of
-from model.choices import Mixer
+from model.mixer_catalog import MIXERS
 from model.params import ParamInfo, named
 from train.config import Transfer
 from train.console import print_table
@@ -58,8 +58,9 @@ def describe_program(program: ConfiguredProgram) -> None:
     flops = format_flops(program.flops_per_step)
     if len(phases) > 1:
         flops += f" for {program.tokens_per_step:,} tokens"
-    has_states = Mixer.gated_delta in config.model.mixers
-    formula = "6 N + 12 L C T" + " or 18 L S" * has_states
+    formulas = ["12 L C T"]
+    formulas += [MIXERS[mixer].flops_formula for mixer in config.model.mixers]
+    formula = f"6 N + {' or '.join(dict.fromkeys(formulas))}"
     print(f"            {flops} of the model ({formula} per token)")
     _describe_groups(program)
     print(f"steps       {config.train.num_steps:,}", flush=True)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from model.choices import Mixer
+from model.mixer_catalog import MIXERS
 from train.config import Config, OptimizerName, Transfer
 from train.errors import Mistake
 
@@ -20,7 +20,7 @@ def qk_clip_mistakes(config: Config) -> Iterator[Mistake]:
         rule += f"with data.sequence_length={length}; take 100"
         related = ("data.sequence_length",)
         yield Mistake("optimizer.qk_clip", threshold, rule, related)
-    no_scores = {*model.mixers} == {Mixer.gated_delta}
+    no_scores = not any(MIXERS[mixer].attends for mixer in model.mixers)
     offload = "optimizer.offload"
     by_layer = "updates layers one by one, while all layers are clipped together"
     sinks = "adds scores that do not depend on queries and keys"

@@ -6,6 +6,7 @@ from dataclasses import fields
 from data.config import Source
 from model.choices import Activation, Mixer, Mlp, Position, Scaling
 from model.config import ModelConfig
+from model.mixer_catalog import MIXERS
 from train.config import (
     BatchRule,
     Config,
@@ -27,10 +28,6 @@ _EXPERT_KEYS = (
     *("num_experts", "experts_per_token", "expert_dim", "shared_expert"),
     *("dense_layers", "experts_every", "router", "routed_scaling"),
 )
-_ATTENTION_KEYS = (
-    *("num_kv_heads", "qk_norm", "qkv_bias", "rope_", "rotary_fraction", "window"),
-    *("layer_pattern", "attention", "query_scale_dim", "dropout.attention"),
-)
 
 
 def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
@@ -42,11 +39,7 @@ def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     is_unscaled = scaling is Scaling.none and not is_learned
     yield is_unscaled, "model.rope_scaling.", "model.rope_scaling.kind is none"
     yield not model.qk_norm, "model.qk_norm_over", "model.qk_norm is false"
-    no_delta = Mixer.gated_delta not in model.mixers
-    yield no_delta, "model.delta_", "no layer is gated_delta"
-    for key in _ATTENTION_KEYS:
-        is_unread = {*model.mixers} == {Mixer.gated_delta}
-        yield is_unread, f"model.{key}", "all layers are gated_delta"
+    yield from _unread_mixer_keys(model)
     is_unclamped = model.activation is not Activation.clamped_swiglu
     yield is_unclamped, "model.swiglu_", f"model.activation is {model.activation}"
     is_one_group = model.router_groups == 1
@@ -55,6 +48,19 @@ def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     yield no_shared, "model.shared_expert_gate", "model.shared_experts is 0"
     for key in _EXPERT_KEYS:
         yield model.mlp is Mlp.dense, f"model.{key}", "model.mlp is dense"
+
+
+def _unread_mixer_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
+    """Yield the same for keys that only some mixers read."""
+    readers = dict[str, list[Mixer]]()
+    for mixer, kind in MIXERS.items():
+        for key in kind.keys:
+            readers.setdefault(key, []).append(mixer)
+    for key, mixers in readers.items():
+        reason = f"all layers are {' or '.join(dict.fromkeys(model.mixers))}"
+        if len(mixers) == 1:
+            reason = f"no layer is {mixers[0]}"
+        yield not {*mixers} & {*model.mixers}, f"model.{key}", reason
 
 
 def _unread_schedule_keys(schedule: ScheduleConfig) -> Iterator[tuple[bool, str, str]]:

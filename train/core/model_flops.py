@@ -7,15 +7,17 @@ which a token is routed count. C is heads x head dim, the mean of the dims of ke
 values, and T is at most the window of a layer. Causal attention is not halved.
 Source: PaLM, arXiv:2204.02311, appendix B.
 
-A gated delta net takes 18 S instead of 12 C T: it reads the S numbers of its states for
-a key and for a query, and writes them, whatever the length of a row.
+A mixer that does not attend takes something else instead of 12 C T, as its record says
+(`MixerKind.flops`).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from model.choices import Mixer
 from model.config import ModelConfig
 from model.count import active_parts
+from model.mixer_kind import MixerKind
 from model.params import Kind, is_info, named
 
 
@@ -39,17 +41,17 @@ def weight_flops(model: ModelConfig, params: Any, infos: Any) -> int:
     return 6 * (num_multiplying // model.num_experts)
 
 
-def attention_flops(model: ModelConfig, length: int) -> int:
-    """Return 12 C T, or 18 S, summed over layers, in rows of `length` tokens."""
+def mixer_flops(
+    model: ModelConfig, mixers: Mapping[Mixer, MixerKind], length: int
+) -> int:
+    """Return 12 C T, or what other mixers take, summed over layers.
+
+    `mixers` are the records of mixers, and `length` is the length of rows.
+    """
     ahead = model.predict_ahead
     windows = *model.windows, *[model.windows[-1]] * ahead
-    mixers = *model.mixers, *[model.mixers[-1]] * ahead
-    _, state_heads, key_dim, value_dim = model.delta_sizes
-    state_size = state_heads * key_dim * value_dim
-    per_key = 6 * model.num_heads * (model.head_size + model.value_size)
+    names = *model.mixers, *[model.mixers[-1]] * ahead
     return sum(
-        18 * state_size
-        if mixer is Mixer.gated_delta
-        else per_key * min(length, window or length)
-        for mixer, window in zip(mixers, windows, strict=True)
+        mixers[name].flops(model, window, length)
+        for name, window in zip(names, windows, strict=True)
     )

@@ -18,7 +18,7 @@ from model.gpt import GPT
 from model.model_parts import ModelParts
 from train.core.eval_step import make_eval_step
 from train.core.layout import BatchShards, StateLayout, moments_of, state_shardings
-from train.core.model_flops import attention_flops, weight_flops
+from train.core.model_flops import mixer_flops, weight_flops
 from train.core.optimizer.update import Optimizer
 from train.core.recipe import Recipe
 from train.core.state import TrainState, abstract_state, initial_state
@@ -148,7 +148,8 @@ class Program:
         model = self.model.config
         length = self.batch.inputs.shape[1]
         per_token = weight_flops(model, self.state.params, self.infos)
-        return (per_token + attention_flops(model, length)) * self.tokens_per_step
+        per_token += mixer_flops(model, self.parts.mixers, length)
+        return per_token * self.tokens_per_step
 
     @property
     def batch_shards(self) -> BatchShards:

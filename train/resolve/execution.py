@@ -20,12 +20,12 @@ from model.choices import (
     Dtype,
     ExpertExchange,
     Grouped,
-    Mixer,
 )
 from model.config import ModelConfig
 from model.execution import Execution, Numerics
 from model.execution_parts import ExecutionParts
 from model.gather import AxisSteps
+from model.mixer_catalog import MIXERS
 from model.placement import Placement
 from model.products import Quantization
 from train.config import Config, MomentDtype, Remat
@@ -194,7 +194,7 @@ class ExecutionChoice:
         devices = num_shards(sizes, rules.spec("seq")[0])
         if devices == 1:
             return None
-        self._check_delta_pieces(devices)
+        self._check_pieces(devices)
         model = config.model
         head_axes, kv_axes = (rules.spec(axis)[0] for axis in ("heads", "kv_heads"))
         kv_heads = model.kv_heads // num_shards(sizes, kv_axes)
@@ -227,21 +227,26 @@ class ExecutionChoice:
             mistake = Mistake("mesh.context_attention", setting, rule)
             raise ConfigError([mistake]) from None
 
-    def _check_delta_pieces(self, devices: int) -> None:
-        """Refuse rows with pieces that are shorter than a convolution reaches."""
+    def _check_pieces(self, devices: int) -> None:
+        """Refuse rows whose pieces on a device are too short for a mixer."""
         model = self.config.model
         length = self.config.data.sequence_length
         pieces = 2 * devices
-        shortest = pieces * (model.delta_conv_width - 1)
-        if Mixer.gated_delta in model.mixers and length < shortest:
-            rule = (
-                f"must be at least {shortest}: {devices} devices share a row in up "
-                f"to {pieces} pieces, and a gated delta net needs "
-                "model.delta_conv_width - 1 positions in each; use longer rows or a "
-                "smaller mesh.context"
-            )
-            related = ("model.delta_conv_width", "mesh.context")
-            raise ConfigError([Mistake("data.sequence_length", length, rule, related)])
+        for mixer in dict.fromkeys(model.mixers):
+            least_piece = MIXERS[mixer].least_piece
+            if least_piece is None:
+                continue
+            least = least_piece(model)
+            shortest = pieces * least.positions
+            if length < shortest:
+                rule = (
+                    f"must be at least {shortest}: {devices} devices share a row in up "
+                    f"to {pieces} pieces, and {least.reason} positions in each; use "
+                    "longer rows or a smaller mesh.context"
+                )
+                related = (f"model.{least.key}", "mesh.context")
+                mistake = Mistake("data.sequence_length", length, rule, related)
+                raise ConfigError([mistake])
 
     def _expert_exchange(self) -> ExpertExchange:
         """Choose how tokens reach experts on other devices.

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.choices import Mixer, Mlp
+from model.choices import Mlp
 from model.config import ModelConfig
+from model.mixer_catalog import MIXERS
+from model.mixer_kind import SharedDim
 from model.pattern import segments_of
 from train.config import (
     MESH_AXES,
@@ -136,21 +138,15 @@ def check_dims(model: ModelConfig, mesh: MeshConfig, sizes: Mapping[str, int]) -
     The dims of each parameter are checked when it is sharded (`param_specs`).
     """
     mistakes = list[Mistake]()
-    dims = [("embed", "embed_dim", model.embed_dim)]
-    if Mixer.gated_delta in model.mixers:
-        dims.append(("heads", "delta_key_heads", model.delta_sizes.key_heads))
-    if {*model.mixers} != {Mixer.gated_delta}:
-        dims.append(("heads", "num_heads", model.num_heads))
-        dims.append(("kv_heads", "num_kv_heads", model.kv_heads))
-    if model.has_latent_attention:
-        dims += [("embed", "kv_rank", model.kv_rank)]
-        dims += [("embed", "query_rank", model.query_rank)] if model.query_rank else []
+    dims = [SharedDim("embed", "embed_dim", model.embed_dim)]
+    for mixer in dict.fromkeys(model.mixers):
+        dims += MIXERS[mixer].dims(model)
     if model.mlp is Mlp.moe:
-        dims.append(("experts", "num_experts", model.num_experts))
-        dims.append(("mlp", "expert_dim", model.expert_size))
+        dims.append(SharedDim("experts", "num_experts", model.num_experts))
+        dims.append(SharedDim("mlp", "expert_dim", model.expert_size))
     else:
-        dims.append(("mlp", "mlp_dim", model.mlp_size))
-    for axis, field, size in dims:
+        dims.append(SharedDim("mlp", "mlp_dim", model.mlp_size))
+    for axis, field, size in dict.fromkeys(dims):
         # The heads of activations are sharded too.
         tables = ["params", "activations"] if "heads" in axis else ["params"]
         for table in tables:
