@@ -16,10 +16,10 @@ from tests.fleet import REPOSITORY
 LAYERS = """
     model | data
     train.masking_rules train.masking train.errors train.units train.core.choices \
-train.core.shards train.config train.console train.identity
+train.core.shards train.config train.console train.identity train.page train.liveness
     train.resolve.mesh_sizes
     train.cli
-    train.resolve.mesh
+    train.records train.resolve.mesh
     train.hardware
     train.core.recipe train.core.optimizer train.core.spikes train.core.state \
 train.core.loss train.core.rows train.core.numerics train.core.step \
@@ -75,9 +75,9 @@ CHOOSE_PARTS = ("train.core.program", "train.resolve.execution")
 COMMANDS = LAYERS.strip().split("\n")[-1].split()
 # The launcher knows the words of the command line: keys, exit codes, machine names.
 LAUNCH_MAY = ("launch", "train.config", "train.errors", "train.cli", "train.hardware")
-LAUNCH_MAY += ("train.identity", "train.run.folder", "train.run.liveness")
+LAUNCH_MAY += ("train.identity", "train.run.folder", "train.liveness")
 LAUNCH_MAY += ("data.errors", "data.names", "data.storage", "data.key_value_store")
-LAUNCH_MAY += ("train.run.records", "train.masking", "train.distributed.messages")
+LAUNCH_MAY += ("train.records", "train.masking", "train.distributed.messages")
 # The model may import only these packages and the standard library.
 MODEL_MAY = {"jax", "flax", "numpy", "jaxtyping", "annotated_types", "model"}
 MODEL_MAY |= {"typing_extensions"}
