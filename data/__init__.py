@@ -1,1 +1,20 @@
 """Turn text into tokens, rows and batches, without using an accelerator."""
+
+# Code outside this folder imports only these modules of it.
+PUBLIC_MODULES = (
+    "batch",
+    "batches",
+    "beginning",
+    "config",
+    "encoding",
+    "errors",
+    "key_value_store",
+    "machine",
+    "names",
+    "phases",
+    "rows",
+    "sources",
+    "storage",
+    "tokenizer_folder",
+    "tokenizer_json",
+)

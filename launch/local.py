@@ -27,7 +27,7 @@ from launch.remote.supervise import stop as stop_supervisor
 from launch.submissions import Submission
 from launch.subprocesses import ProcessGroup, torchrun_variables
 from train.errors import FINISHED, Mistake
-from train.run.liveness import Process
+from train.liveness import Process
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from data.storage import StorageError, is_remote, write_atomically
 from launch.job import ARCHIVE, local_folder
 from train.errors import ConfigError, Exit, Mistake
 from train.masking import mask
+from train.records import damaged, read_record
 from train.run.folder import access_error
-from train.run.records import damaged, read_record
 
 _FOLDER = "launch"
 RECORD = "record.json"

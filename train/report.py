@@ -35,9 +35,9 @@ def main(config: ReportConfig) -> int:
         ConfigError: if a directory holds no run, or if the page cannot be written.
     """
     from train.console import print_table
+    from train.page import write_page
     from train.run.comparison import compare_runs
     from train.run.folder import run_folder
-    from train.run.page import write_page
     from train.run.report import TEMPLATE, write_report
     from train.run.starts import existing_run
 

@@ -4,10 +4,8 @@ Writing the manifest commits a store, so a store is complete or does not exist. 
 chunk's checksum is checked when the chunk is read, and damage raises DataError.
 """
 
-import gzip
 import hashlib
 import json
-import lzma
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,12 +198,3 @@ def _no_store_error(storage: KeyValueStore, error: FileNotFoundError) -> DataErr
         f"text, use data=text. If data.prepare was interrupted, the same command "
         f"completes the store. If you made none there, correct the path"
     )
-
-
-def compression_bits_per_byte(text: bytes) -> dict[str, float]:
-    """Return the bits per byte of gzip -9 and xz -9, which a model should beat."""
-    sizes = {
-        "gzip": len(gzip.compress(text, 9, mtime=0)),
-        "xz": len(lzma.compress(text, preset=9)),
-    }
-    return {name: 8 * size / len(text) for name, size in sizes.items()}

@@ -29,7 +29,7 @@ from launch.supervisor import (
     describe_attempts,
     run_step,
 )
-from train.run.liveness import Process
+from train.liveness import Process
 
 LOG = "process-0.log"
 

@@ -19,7 +19,7 @@ from tests.launch.hostile import VALUES, argument_printer, printed, program
 from tests.launch.launched import STEPS, TIMEOUT_S, LaunchedRun, launch, says
 from tests.launch.remote.stage import until
 from train.cli.quoting import hydra_text
-from train.run.liveness import Process
+from train.liveness import Process
 
 COUNT = 4
 

@@ -1,9 +1,11 @@
 """Imports run one way, and LAYERS lists what each package may import."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,10 @@ from tests.fleet import REPOSITORY
 LAYERS = """
     model | data
     train.masking_rules train.masking train.errors train.units train.core.choices \
-train.core.shards train.config train.console train.identity
+train.core.shards train.config train.console train.identity train.page train.liveness
     train.resolve.mesh_sizes
     train.cli
-    train.resolve.mesh
+    train.records train.resolve.mesh
     train.hardware
     train.core.recipe train.core.optimizer train.core.spikes train.core.state \
 train.core.loss train.core.rows train.core.numerics train.core.step \
@@ -71,13 +73,15 @@ CORE_MAY += ("train.console", "train.errors", "train.units")
 PARTS = ("model.parts", "model.catalog", "model.mixer_catalog")
 # What only a catalog brings does not count for these modules.
 WITHOUT_CATALOGS = ("train.start",)
+# Code outside these folders imports only their PUBLIC_MODULES (see `__init__.py`).
+ROOMS = ("data", "train.run", "train.plan", "train.prove", "train.distributed")
 CHOOSE_PARTS = ("train.core.program", "train.resolve.execution")
 COMMANDS = LAYERS.strip().split("\n")[-1].split()
 # The launcher knows the words of the command line: keys, exit codes, machine names.
 LAUNCH_MAY = ("launch", "train.config", "train.errors", "train.cli", "train.hardware")
-LAUNCH_MAY += ("train.identity", "train.run.folder", "train.run.liveness")
+LAUNCH_MAY += ("train.identity", "train.run.folder", "train.liveness")
 LAUNCH_MAY += ("data.errors", "data.names", "data.storage", "data.key_value_store")
-LAUNCH_MAY += ("train.run.records", "train.masking", "train.distributed.messages")
+LAUNCH_MAY += ("train.records", "train.masking", "train.distributed.messages")
 # The model may import only these packages and the standard library.
 MODEL_MAY = {"jax", "flax", "numpy", "jaxtyping", "annotated_types", "model"}
 MODEL_MAY |= {"typing_extensions"}
@@ -220,6 +224,35 @@ def alternatives(path: str) -> list[str]:
         return [path]
     names, _, end = rest.partition("}")
     return [f"{start}{name}{end}" for name in names.split(",")]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_entered_by_its_public_modules(files, room):
+    """Every import from outside is listed, and everything listed has such an import."""
+    public = set(public_modules(files, room))
+    used = set[str]()
+    for module, path in files.items():
+        if module != room and not module.startswith(f"{room}."):
+            names = {name for name in imports(path) if name.startswith(f"{room}.")}
+            imported = {module_of(files, name) for name in names}
+            assert imported <= public, f"{module} imports {imported - public}"
+            used |= imported
+    assert used == public, f"no module outside {room} imports {public - used}"
+
+
+def public_modules(files: dict[str, Path], package: str) -> Iterator[str]:
+    """Yield the public modules of a package, and those of its public packages."""
+    for name in importlib.import_module(package).PUBLIC_MODULES:
+        module = f"{package}.{name}"
+        if files[module].name == "__init__.py":
+            yield from public_modules(files, module)
+        else:
+            yield module
+
+
+def module_of(files: dict[str, Path], name: str) -> str:
+    """Return the module that an imported name is or belongs to."""
+    return name if name in files else name.rpartition(".")[0]
 
 
 def test_a_step_knows_no_config(files):

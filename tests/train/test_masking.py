@@ -20,10 +20,10 @@ from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import config_differences, flatten, run_name
 from train.masking import holds_secret, is_secret_name, mask, mask_output, mask_values
+from train.page import write_page
+from train.records import json_compatible
 from train.run.evaluations import write_evaluation
 from train.run.metrics import EventLog
-from train.run.page import write_page
-from train.run.records import json_compatible
 from train.run.report import TEMPLATE, write_report
 from train.run.starts import checkpoint_metadata, record_start
 

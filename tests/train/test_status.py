@@ -15,7 +15,7 @@ import train.status
 from tests.fleet import REPOSITORY
 from tests.train import doors
 from train.config import RunConfig
-from train.run.liveness import Owner
+from train.liveness import Owner
 from train.run.metrics import EventLog, open_metrics
 from train.status import StatusConfig, main, read_status
 

@@ -13,9 +13,9 @@ from train.config import Config
 from train.console import print_table
 from train.coordinates.measure import measure, resize
 from train.errors import FINISHED, NOT_PROVED, writing
+from train.page import write_page
 from train.resolve.program import settle
 from train.run.folder import run_folder
-from train.run.page import write_page
 from train.run.report import TEMPLATE, chart
 
 MAX_EXPONENT = 0.25

@@ -1,1 +1,10 @@
 """Find, connect, stop and watch the processes of a run."""
+
+# Code outside this folder imports only these modules of it.
+PUBLIC_MODULES = (
+    "messages",
+    "peers",
+    "preemption",
+    "processes",
+    "watchdog",
+)

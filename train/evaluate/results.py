@@ -1,5 +1,7 @@
 """The results of a finished run: scores, compression for comparison, and a sample."""
 
+import gzip
+import lzma
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +12,6 @@ from data.beginning import beginning_of
 from data.encoding import decode
 from data.errors import DataError
 from data.sources import Sources
-from data.token_store.store import compression_bits_per_byte
 from model.choices import Position
 from train.config import Config
 from train.console import printable
@@ -213,3 +214,12 @@ def _with_overrides(command: str, overrides: list[str]) -> str:
     keys = {override.partition("=")[0] for override in overrides}
     words = (w for w in shlex.split(command) if w.partition("=")[0] not in keys)
     return shlex.join([*words, *overrides])
+
+
+def compression_bits_per_byte(text: bytes) -> dict[str, float]:
+    """Return the bits per byte of gzip -9 and xz -9, which a model should beat."""
+    sizes = {
+        "gzip": len(gzip.compress(text, 9, mtime=0)),
+        "xz": len(lzma.compress(text, preset=9)),
+    }
+    return {name: 8 * size / len(text) for name, size in sizes.items()}

@@ -1,1 +1,7 @@
 """Plan a training step without running it: array layout, memory, cost and speed."""
+
+# Code outside this folder imports only these modules of it.
+PUBLIC_MODULES = (
+    "compiled",
+    "search",
+)

@@ -198,10 +198,10 @@ def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
     from data.storage import write_atomically
     from train.identity import run_name, training_config
     from train.masking import mask_texts
+    from train.page import write_page
     from train.plan.page import TEMPLATE
     from train.plan.show import write_texts
     from train.run.folder import run_folder
-    from train.run.page import write_page
 
     name = run_name(training_config(config))
     folder = run_folder(config.output or f"plans/{name}-{config.target or 'here'}")

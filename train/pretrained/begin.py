@@ -18,10 +18,10 @@ from train.distributed.processes import Cluster
 from train.pretrained.compare import check_folder, weight_files
 from train.pretrained.other_run import check_run, is_run, read_run_weights, sealed_files
 from train.pretrained.read import read_folder
+from train.records import damaged, read_record
 from train.resolve.program import ConfiguredProgram
 from train.run.digests import digests
 from train.run.folder import run_folder
-from train.run.records import damaged, read_record
 from train.units import few
 
 RECORD = "init_from.json"

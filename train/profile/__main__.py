@@ -89,7 +89,7 @@ def _print_profile(folder: epath.Path) -> None:
     from data.storage import check_regular
     from train.console import print_table
     from train.profile.times import read_times
-    from train.run.records import damaged, read_record
+    from train.records import damaged, read_record
 
     record = read_record(folder / "profile.json", _REMEDY) or {}
     numbers = [record.get(key) for key in ("first", "last", "seconds")]

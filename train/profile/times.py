@@ -11,7 +11,7 @@ from pathlib import Path
 
 from etils import epath
 
-from train.profile.labels import WAITING, Label, Labels
+from train.plan.compiled.labels import WAITING, Label, Labels
 from train.profile.profiler_trace import Event, attribute_time, read_trace
 
 

@@ -27,6 +27,7 @@ from train.core.optimizer.schedule import make_schedule
 from train.errors import CRASHED, ConfigError, Exit, Mistake
 from train.identity import ALLOWED, config_differences
 from train.masking import mask
+from train.records import read_record
 from train.run.continuation import check_changes
 from train.run.digests import (
     copy_step,
@@ -37,7 +38,6 @@ from train.run.digests import (
     saved_steps,
 )
 from train.run.jsonl_reader import part_paths
-from train.run.records import read_record
 from train.run.starts import (
     checkpoint_metadata,
     existing_run,

@@ -25,6 +25,7 @@ from train.distributed.processes import Cluster
 from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
 from train.identity import run_dir, run_name
 from train.masking import mask, mask_values
+from train.records import json_compatible
 from train.run.branch import begin_branch, read_origin
 from train.run.continuation import Continuation, compare_with_run
 from train.run.folder import check_layout, run_folder
@@ -38,7 +39,6 @@ from train.run.metrics import (
     read_events,
     tokens_at,
 )
-from train.run.records import json_compatible
 from train.run.starts import record_start, start_numbers
 from train.run.tracker import Tracker, open_tracker
 from train.run.trackers.writer import TrackedRun

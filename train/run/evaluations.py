@@ -15,7 +15,7 @@ from etils import epath
 
 from data.names import numbers_in
 from data.storage import write_atomically
-from train.run.records import damaged, json_compatible, record_or_warn
+from train.records import damaged, json_compatible, record_or_warn
 from train.run.validations import FINAL, WHOLE
 
 log = logging.getLogger(__name__)

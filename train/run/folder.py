@@ -15,8 +15,8 @@ from data.storage import (
     wait_for_answer,
 )
 from train.errors import CRASHED, ConfigError, Exit, Mistake
+from train.records import damaged
 from train.run.digests import DESCRIPTION, saved_steps
-from train.run.records import damaged
 
 _FILES = (
     *("config.yaml", "lease.json", "metrics.jsonl", "events.jsonl", "results.json"),

@@ -28,6 +28,7 @@ from typing import Any
 from etils import epath
 
 from data.storage import AppendedFile, is_remote, is_taken, write_atomically
+from train.records import json_compatible
 from train.run.jsonl_reader import (
     IsRow,
     Row,
@@ -36,7 +37,6 @@ from train.run.jsonl_reader import (
     log_part,
     part_paths,
 )
-from train.run.records import json_compatible
 
 _MAX_LINES = 10_000  # lines that wait in memory
 _PART_BYTES = 2**20

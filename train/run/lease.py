@@ -23,8 +23,8 @@ import tensorstore as ts
 from data.key_value_store import KeyValueStore
 from data.storage import ANSWER_S, StorageError
 from train.errors import OWNED, Exit
+from train.liveness import Owner
 from train.run.folder import access_error
-from train.run.liveness import Owner
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from etils import epath
 
+from train.liveness import state_and_start
 from train.run.jsonl import Appender, open_lines
 from train.run.jsonl_reader import Row, iterate_rows, newest_rows
-from train.run.liveness import state_and_start
 
 log = logging.getLogger(__name__)
 

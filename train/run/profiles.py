@@ -34,8 +34,8 @@ from data.errors import DataError
 from data.storage import write_atomically
 from train.distributed.preemption import TRACE, Preemption
 from train.distributed.processes import Cluster
+from train.records import read_record
 from train.run.directory import RunDir
-from train.run.records import read_record
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from etils import epath
 
 from train.cli.plain_yaml import parse_yaml
 from train.errors import meaning
+from train.page import write_page
 from train.run.evaluations import read_scores
 from train.run.goodput import BUCKETS, Goodput, StartAccount, finite_float, goodput_of
 from train.run.heat_maps import heat_maps
 from train.run.jsonl_reader import Row
 from train.run.metrics import read_events
-from train.run.page import write_page
 from train.run.starts import read_results
 from train.run.thinned import Point, thin, thinned_metrics
 from train.run.validations import Validation, Validations, read_validations

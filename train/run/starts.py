@@ -31,10 +31,10 @@ from train.cli.schema import config_yaml, read_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import config_differences
+from train.records import damaged, read_record, record_or_warn
 from train.run.digests import newest_description
 from train.run.folder import access_error, check_layout, check_store, run_folder
 from train.run.metrics import read_events
-from train.run.records import damaged, read_record, record_or_warn
 from train.run.versions import versions
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import data.token_store.writer
 from data.errors import DataError
 from data.text.files import SPLITS, Format
 from data.token_store.cached import cached_store
-from data.token_store.store import compression_bits_per_byte, open_store
+from data.token_store.store import open_store
 from tests.data.token_store.preparations import documents_of
 
 
@@ -153,12 +153,6 @@ def test_another_schema_is_refused(config):
     Path(store.path, "manifest.json.sha256").write_text(digest)
     with pytest.raises(DataError, match="schema is 99"):
         open_store(store.path)
-
-
-def test_compression_is_in_bits_per_byte():
-    for text, low in ((np.random.default_rng(0).bytes(50_000), 8), (b"ab" * 25_000, 0)):
-        bits = compression_bits_per_byte(text)
-        assert all(low < bits[name] < low + 0.1 for name in ("gzip", "xz"))
 
 
 def all_arrays(path: str) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from launch.subprocesses import ask_tool, run_captured, run_tool
 from launch.supervisor import Wait
 from tests.launch.remote.stage import until
 from train.errors import Exit
-from train.run.liveness import Process
+from train.liveness import Process
 
 
 def test_a_signal_ends_a_pause():

@@ -4,13 +4,19 @@ import shlex
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from etils import epath
 
 import train.evaluate.results
 from data.tokenizer import load_tokenizer
 from train.cli.command import compose
-from train.evaluate.results import compute_results, print_results, score_lines
+from train.evaluate.results import (
+    compression_bits_per_byte,
+    compute_results,
+    print_results,
+    score_lines,
+)
 from train.evaluate.validation import Score
 from train.identity import run_dir
 from train.run.metrics import open_metrics
@@ -139,3 +145,9 @@ def test_the_best_evaluation_is_shown_at_the_end_of_the_run(tmp_path, shown):
     out = shown(FOUND, path=tmp_path)
     assert "validation  1.0000 nats a token" in out
     assert "best        0.5000 nats a token, 1.0000 bits per byte at step 20" in out
+
+
+def test_compression_is_in_bits_per_byte():
+    for text, low in ((np.random.default_rng(0).bytes(50_000), 8), (b"ab" * 25_000, 0)):
+        bits = compression_bits_per_byte(text)
+        assert all(low < bits[name] < low + 0.1 for name in ("gzip", "xz"))

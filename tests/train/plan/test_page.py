@@ -8,11 +8,11 @@ import pytest
 
 from model.params import named
 from tests.train.pages import Page, drawn
+from train.page import write_page
 from train.plan.estimated.step import estimate_step
 from train.plan.layer_schedule import COMPUTE, PRODUCT, WAIT, Span, Timeline
 from train.plan.page import TEMPLATE, layers_data, page_data
 from train.plan.plan import estimate
-from train.run.page import write_page
 from train.units import format_bytes, format_flops
 
 HELD = {"parameters": 100, "optimizer state": 200, "batch": 10, "gradients": 100}

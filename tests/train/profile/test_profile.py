@@ -17,8 +17,8 @@ from train.config import RunConfig
 from train.distributed.preemption import TRACE
 from train.distributed.processes import Cluster
 from train.errors import ConfigError
+from train.plan.compiled.labels import OTHER, UNNAMED, WAITING, Labels
 from train.profile.__main__ import ProfileConfig, main
-from train.profile.labels import OTHER, UNNAMED, WAITING, Labels
 from train.profile.profiler_trace import read_trace
 from train.profile.times import read_times
 from train.run import profiles

@@ -10,13 +10,13 @@ from pathlib import Path
 NEVER_S = 1e6
 CHILD = """
 import logging, resource, sys
-import train.run.liveness
+import train.liveness
 from train.errors import Exit
 from train.run.lease import take_lease
 
 folder, interval_s, timeout_s, machine = sys.argv[1:]
 if machine:
-    train.run.liveness._machine = lambda: machine
+    train.liveness._machine = lambda: machine
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 
 def say(line):  # in one write: two threads do

@@ -24,10 +24,10 @@ from train.config import Config, RunConfig
 from train.distributed.processes import Cluster
 from train.errors import WRONG_CONFIG, WRONG_DATA, ConfigError, Exit, exit_code
 from train.evaluate.results import score_lines
+from train.liveness import Owner
 from train.pretrained.begin import record_or_check_files
 from train.run.directory import open_run
 from train.run.evaluations import write_evaluation
-from train.run.liveness import Owner
 from train.run.starts import check_data, read_results, read_run
 
 SOURCES = cast(Any, SimpleNamespace(fingerprints={"": "a"}, path="text"))

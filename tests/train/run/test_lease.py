@@ -13,8 +13,8 @@ import pytest
 from data.key_value_store import KeyValueStore
 from tests.train.run.owners import NEVER_S, files, wait_for
 from train.errors import OWNED, Exit
+from train.liveness import Owner
 from train.run.lease import read_owner
-from train.run.liveness import Owner
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.train.pages import Page, data_of, drawn, run_scripts
-from train.run.page import write_page
+from train.page import write_page
 from train.units import format_bytes, format_count, format_flops
 
 TEMPLATES = [
-    Path(__file__).parents[3] / "train" / name
+    Path(__file__).parents[2] / "train" / name
     for name in ("run/report.html", "plan/plan.html")
 ]
 

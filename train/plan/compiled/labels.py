@@ -1,7 +1,6 @@
-"""Label the instructions of a traced step by scope and kind.
+"""Label the instructions of a compiled step by scope and kind, for a profile.
 
-Labels come from the text of the compiled step and the operation names in it
-(train/plan/compiled).
+Labels come from the text of the compiled step and the operation names in it.
 """
 
 import re
