@@ -23,12 +23,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
-
 from benchmarks.published_rows import TABLES, Row, read_rows
 from data.machine import cache_folder
 from train.cli.command import compose
-from train.config import Config, Platform
+from train.config import Platform
 from train.console import print_table
 from train.hardware.chips import Chip
 from train.hardware.devices import fake_devices, missing_compiler, prepare
@@ -38,7 +36,7 @@ from train.plan.cost import CollectiveTotal, Flops, HbmBytes, SectionCost, StepC
 from train.plan.estimated.step import estimate_step
 from train.plan.plan import compile_and_read
 from train.plan.roofline import predict
-from train.plan.scaling import weak_scaling
+from train.plan.scaling import ScalingPoint, weak_scaling
 from train.resolve.program import ConfiguredProgram, make_program, settle
 from train.run.versions import versions
 from train.runtime import set_up
@@ -73,11 +71,6 @@ class Found(NamedTuple):
     cost: StepCost
     program: ConfiguredProgram
     chip: Chip
-
-    @property
-    def arguments(self) -> tuple[StepCost, Config, Mesh, Chip]:
-        """The arguments of `train.plan.roofline.predict`."""
-        return self.cost, self.program.config, self.program.mesh, self.chip
 
 
 def executed(
@@ -177,10 +170,22 @@ def compare(row: Row, step_cost: Found) -> dict[str, Any]:
 
     `error` is the relative error of the predicted seconds per step.
     """
-    prediction = predict(*step_cost.arguments)
-    predictions = (
-        weak_scaling(*step_cost.arguments, [n for n, _ in row.kept]) if row.kept else []
-    )
+    model = step_cost.program.config.model
+    data = step_cost.program.config.data
+    mesh = step_cost.program.mesh
+    chip = step_cost.chip
+    prediction = predict(step_cost.cost, model, data, mesh=mesh, chip=chip)
+    predictions = list[ScalingPoint]()
+    if row.kept:
+        slice_counts = [number for number, _ in row.kept]
+        predictions = weak_scaling(
+            step_cost.cost,
+            model,
+            data,
+            mesh=mesh,
+            chip=chip,
+            slice_counts=slice_counts,
+        )
     chips = prediction.chips
     tokens = prediction.tokens
     flops_per_token = prediction.model_flops * prediction.devices / tokens

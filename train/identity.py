@@ -8,7 +8,7 @@ command always means the same run.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -122,15 +122,6 @@ def flatten(config: object) -> dict[str, object]:
     """Return every value under its full dotted key, including the values of tables."""
     tree = asdict(config)  # pyright: ignore[reportArgumentType]
     return {".".join(path): value for path, value in leaves(tree)}
-
-
-def with_values(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return a config with other values of some keys such as `model.embed_dim`."""
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        part = replace(getattr(config, section), **{name: value})
-        config = replace(config, **{section: part})
-    return config
 
 
 def leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:

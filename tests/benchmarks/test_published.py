@@ -47,7 +47,7 @@ def test_a_public_run_is_within_its_predicted_range(composed, name):
     data = setup.config.data
     chip = published.chip_of(row, setup.chip)
     tokens = data.batch_size * data.sequence_length
-    predicted = predict(cost, setup.config, setup.mesh, chip)
+    predicted = predict(cost, setup.config.model, data, mesh=setup.mesh, chip=chip)
     step = predicted.step_s
     took = result["published"]["step_s"]
     assert step.low <= took <= step.high

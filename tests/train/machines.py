@@ -11,8 +11,10 @@ from train.config import Config
 from train.hardware import devices as topology
 from train.hardware.chips import Chip
 from train.hardware.targets import parse_target
+from train.plan.advice import Advice, advise
 from train.plan.cost import CollectiveTotal, Flops, HbmBytes, SectionCost, StepCost
 from train.plan.roofline import Prediction, predict
+from train.plan.scaling import ScalingPoint, weak_scaling
 from train.resolve.mesh import make_mesh
 
 # The dims of this model fill every matrix unit.
@@ -29,12 +31,22 @@ class Machine(NamedTuple):
 
     def predict(self, cost: StepCost) -> Prediction:
         """Predict a step on the batch of the config."""
-        return predict(cost, *self.place)
+        model = self.config.model
+        data = self.config.data
+        return predict(cost, model, data, mesh=self.mesh, chip=self.chip)
 
-    @property
-    def place(self) -> tuple[Config, Mesh, Chip]:
-        """The arguments of `predict` after the cost."""
-        return self.config, self.mesh, self.chip
+    def weak_scaling(self, cost: StepCost) -> list[ScalingPoint]:
+        """Predict a step with the same rows on other numbers of slices."""
+        model = self.config.model
+        data = self.config.data
+        return weak_scaling(cost, model, data, mesh=self.mesh, chip=self.chip)
+
+    def advise(self, prediction: Prediction) -> Advice:
+        """Return advice for a predicted step of the config."""
+        config = self.config
+        return advise(
+            prediction, model=config.model, data=config.data, train=config.train
+        )
 
 
 def machine(

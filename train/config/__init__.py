@@ -6,8 +6,9 @@ that needs one section takes that section as an argument. A function that prepar
 describes a run takes `Config`. Rules between keys are in `train/cli/rules.py`.
 """
 
-from dataclasses import dataclass, field
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Self
 
 from typing_extensions import Doc
 
@@ -131,3 +132,12 @@ class Config:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     profile: TraceConfig = field(default_factory=TraceConfig)
     plan: LayoutConfig = field(default_factory=LayoutConfig)
+
+    def with_values(self, changes: Mapping[str, Any]) -> Self:
+        """Return this config with other values of keys such as `model.embed_dim`."""
+        config = self
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            part = replace(getattr(config, section), **{name: value})
+            config = replace(config, **{section: part})
+        return config

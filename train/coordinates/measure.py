@@ -17,7 +17,6 @@ from model.gpt import bind
 from model.taps import Taps
 from train.config import MESH_AXES, Config, DcnConfig, Schedule, ScheduleConfig
 from train.core.feed import place
-from train.identity import with_values
 from train.resolve.program import ConfiguredProgram, make_program
 
 ROWS = 4
@@ -68,7 +67,7 @@ def resize(config: Config, width: int, depth: int) -> Config:
         "optimizer.muon_learning_rate": _RATE_FACTOR * optimizer.muon_learning_rate,
     }
     schedule = ScheduleConfig(name=Schedule.constant, warmup_steps=0)
-    return with_values(replace(config, schedule=schedule), changes)
+    return replace(config, schedule=schedule).with_values(changes)
 
 
 def measure(

@@ -43,7 +43,7 @@ def main(config: PlanConfig) -> int:
     from data.sources import encoding_of
     from train.hardware.devices import fake_devices, missing_compiler, prepare
     from train.plan.budget import budget_of
-    from train.plan.search.search import choose
+    from train.plan.search.search import Search
     from train.resolve.program import make_program, settle
     from train.runtime import set_up
 
@@ -72,11 +72,8 @@ def main(config: PlanConfig) -> int:
     if config.search:
         return _search(config, devices, budget, compiles)
     if config.mesh.planned:
-        margin = config.margin
-        minutes = config.search_minutes
-        layout = choose(
-            config, devices, margin=margin, compiles=compiles, minutes=minutes
-        )
+        search = Search(config, devices, budget)
+        layout = search.choose(compiles, config.search_minutes)
         config = layout.applied(config)
     make = partial(make_program, config, devices, num_tokens=num_tokens)
     program, _ = check_all(make, check_vocab)
@@ -91,20 +88,19 @@ def _search(
 ) -> int:
     """Search for a layout, print the result, and return the exit code."""
     from train.plan.search.result import print_result
-    from train.plan.search.search import search
+    from train.plan.search.search import Search
 
-    result = search(
+    search = Search(
         config,
         devices,
         budget,
-        compiles=compiles,
-        minutes=config.search_minutes,
         precision=config.search_precision,
     )
+    result = search.run(compiles, config.search_minutes)
     if config.json:
         print(json.dumps(asdict(result)))
     else:
-        print_result(result, config)
+        print_result(result, config.mesh)
     return FINISHED if result.best else DOES_NOT_FIT
 
 

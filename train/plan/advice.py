@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from train.config import Config
+from data.config import DataConfig
+from model.config import ModelConfig
+from train.config import TrainConfig
 from train.console import print_table
 from train.plan.cost import ACTIVATION_AXES, COMPILED
 from train.plan.rates import FAR, PCIE, Link
@@ -49,7 +51,9 @@ class Advice:
     changes: tuple[SuggestedChange, ...] = ()
 
 
-def advise(prediction: Prediction, config: Config) -> Advice:
+def advise(
+    prediction: Prediction, *, model: ModelConfig, data: DataConfig, train: TrainConfig
+) -> Advice:
     """Return the bottleneck of a config's step and a remedy."""
 
     def share(seconds: float) -> str:
@@ -60,14 +64,15 @@ def advise(prediction: Prediction, config: Config) -> Advice:
     if link and link.seconds > max(prediction.products, prediction.memory):
         bottleneck = f"bound by the network: {link.name} at "
         bottleneck += f"{link.bandwidth / 1e9:,.1f} GB/s a device takes "
-        return _for_less_traffic(bottleneck + share(link.seconds), config, link)
+        bottleneck += share(link.seconds)
+        return _for_less_traffic(bottleneck, data, train, link=link)
     if prediction.memory > prediction.products:
         bottleneck = "bound by main memory: reading and writing takes "
         bottleneck += f"{share(prediction.memory)}, if no cache helps"
-        return _for_less_traffic(bottleneck, config)
+        return _for_less_traffic(bottleneck, data, train)
     bottleneck = "bound by computing: matrix products take "
     bottleneck += share(prediction.products)
-    policies = policies_keeping_more(config)
+    policies = policies_keeping_more(model, train)
     if policies and prediction.recomputed > _MUCH_RECOMPUTED:
         bottleneck += f", {prediction.recomputed:.2f} x what the model needs"
         change = "recompute less, if the saved activations fit"
@@ -77,7 +82,7 @@ def advise(prediction: Prediction, config: Config) -> Advice:
         link = max(prediction.links, key=lambda link: link.exposed)
         bottleneck += "; collectives that no product overlaps take "
         bottleneck += f"{share(exposed_s)}, most of it {link.name}"
-        return _for_less_traffic(bottleneck, config, link)
+        return _for_less_traffic(bottleneck, data, train, link=link)
     change = "little is left to gain on these chips; use more or faster chips"
     if prediction.fill < _LOW_FILL:
         bottleneck += f"; the model's dims fill {prediction.fill:.0%} of matrix units"
@@ -86,20 +91,20 @@ def advise(prediction: Prediction, config: Config) -> Advice:
 
 
 def _for_less_traffic(
-    bottleneck: str, config: Config, link: Link | None = None
+    bottleneck: str, data: DataConfig, train: TrainConfig, *, link: Link | None = None
 ) -> Advice:
     """Return advice that moves fewer bytes over `link`, or through main memory."""
     axes = {*link.axes} if link else set()
     if link and link.network == PCIE:
-        key = "train.offload=[]" if config.train.offload else "optimizer.offload=false"
+        key = "train.offload=[]" if train.offload else "optimizer.offload=false"
         return Advice(bottleneck, "keep more in the device's memory, if it fits", key)
     spans_domains = link and link.network in FAR and axes != {"data"}
-    if spans_domains or axes & ACTIVATION_AXES or config.train.accumulation_steps > 1:
+    if spans_domains or axes & ACTIVATION_AXES or train.accumulation_steps > 1:
         change = "search for a mesh and microbatches that move less"
         return Advice(bottleneck, change, "search=true")
     change = "give each chip more tokens, if they fit: the traffic of parameters and "
     change += "gradients does not grow with them"
-    return Advice(bottleneck, change, f"data.batch_size={2 * config.data.batch_size}")
+    return Advice(bottleneck, change, f"data.batch_size={2 * data.batch_size}")
 
 
 def _judgement(prediction: Prediction) -> str:

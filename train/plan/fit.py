@@ -73,7 +73,7 @@ def _proposals(program: ConfiguredProgram) -> list[list[Proposal]]:
     shard = [Change("mesh", "data", data, more), Change("mesh", "fsdp", fsdp, more)]
     recompute = [
         [Change("train", "remat", policy, "recompute more of each layer")]
-        for policy in policies_keeping_less(config)
+        for policy in policies_keeping_less(config.model, train)
     ]
     split = []
     steps = 2 * train.accumulation_steps

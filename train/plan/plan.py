@@ -65,7 +65,13 @@ class Plan:
         chip = self._chip
         with suppress(NotStated):
             if chip:
-                return predict(self.cost, program.config, program.mesh, chip)
+                return predict(
+                    self.cost,
+                    program.config.model,
+                    program.config.data,
+                    mesh=program.mesh,
+                    chip=chip,
+                )
         return None
 
     @property
@@ -88,7 +94,10 @@ class Plan:
             return make_fit(program, self.memory, self.budget, searchable=searchable)
         if prediction is None:
             return None
-        advice = advise(prediction, program.config)
+        config = program.config
+        advice = advise(
+            prediction, model=config.model, data=config.data, train=config.train
+        )
         if advice.override.startswith("train.remat="):
             return self._choose_policy(advice)
         return advice
@@ -97,7 +106,8 @@ class Plan:
         """Return advice with the fastest policy that recomputes less, by estimates."""
         train = self.program.config.train
         step_times = dict[str, float]()
-        for policy in (train.remat, *policies_keeping_more(self.program.config)):
+        larger_policies = policies_keeping_more(self.program.config.model, train)
+        for policy in (train.remat, *larger_policies):
             changed = self.program.with_train_config(replace(train, remat=policy))
             plan = estimate(changed, self.budget)
             if plan.prediction and (plan.fits or policy == train.remat):
@@ -115,7 +125,13 @@ class Plan:
         chip = self._chip
         if chip is None or self.prediction is None or not self.fits:
             return []
-        return weak_scaling(self.cost, program.config, program.mesh, chip)
+        return weak_scaling(
+            self.cost,
+            program.config.model,
+            program.config.data,
+            mesh=program.mesh,
+            chip=chip,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures as plain values, under the keys of plan.json.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from train.config import Config
+from model.config import ModelConfig
 from train.hardware.chips import Chip
 from train.hardware.interconnect import Group, bandwidth, hops, num_slices_along, stated
 from train.plan.cost import ACTIVATION_AXES, CollectiveTotal, SectionCost, StepCost
@@ -103,14 +103,20 @@ class BusyTimes:
 
 
 def busy_times_of(
-    cost: StepCost | SectionCost, config: Config, mesh: Mesh, chip: Chip, growth: float
+    cost: StepCost | SectionCost,
+    model: ModelConfig,
+    *,
+    sequence_length: int,
+    mesh: Mesh,
+    chip: Chip,
+    growth: float,
 ) -> BusyTimes:
     """Return how long a device computes, reads, writes and sends.
 
     The times are those of `growth` times as many slices or nodes as the mesh has.
     Raises NotStated if the vendor does not state a figure.
     """
-    rates = rates_of(mesh, chip, config.model.compute_dtype)
+    rates = rates_of(mesh, chip, model.compute_dtype)
     flops = cost.flops
     hbm_bytes = cost.hbm_bytes
     saved_s = flops.eight_bits * (1 / rates.flops - 1 / rates.eight_bits)
@@ -119,8 +125,7 @@ def busy_times_of(
     # On GPUs, the time lost in short contractions does not depend on the dtype.
     products_s = padded / rates.flops - saved_s / (fill if chip.matrix_unit else 1.0)
     if attention := chip.achievable.attention:
-        length = config.data.sequence_length
-        fraction = attention.fraction(config.model.head_size, length)
+        fraction = attention.fraction(model.head_size, sequence_length)
         attention_s = flops.attention * chip.devices / chip.flops["bfloat16"] / fraction
         products_s += attention_s - flops.attention / rates.flops
     grouped = chip.achievable.grouped

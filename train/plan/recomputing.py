@@ -8,7 +8,8 @@ then the MLP's large intermediates.
 from typing import Any
 
 from model.choices import INTERMEDIATES, Intermediate
-from train.config import Config, Remat
+from model.config import ModelConfig
+from train.config import Remat, TrainConfig
 
 RematPolicy = Remat | tuple[Intermediate, ...]
 
@@ -43,40 +44,39 @@ def parse_policy(text: str) -> RematPolicy:
     return tuple(names) if text.startswith("[") else Remat(text)
 
 
-def policies_for(config: Config) -> list[RematPolicy]:
+def policies_for(model: ModelConfig, train: TrainConfig) -> list[RematPolicy]:
     """Return the policies that are distinct for a model, in the order of POLICIES."""
-    model = config.model
     no_mlp = model.expert_layers == model.num_layers and not model.shared_experts
-    return [p for p in _allowed(config) if not (no_mlp and {*_MLP} <= {*p})]
+    return [p for p in _allowed(model, train) if not (no_mlp and {*_MLP} <= {*p})]
 
 
-def policies_keeping_less(config: Config) -> list[RematPolicy]:
+def policies_keeping_less(model: ModelConfig, train: TrainConfig) -> list[RematPolicy]:
     """Return the policies that save less than a config's, from most to least saved."""
-    saved = _saved(config.train.remat, config)
-    return [p for p in reversed(_allowed(config)) if _saved(p, config) < saved]
+    saved = _saved(train.remat, model)
+    return [p for p in reversed(_allowed(model, train)) if _saved(p, model) < saved]
 
 
-def policies_keeping_more(config: Config) -> list[RematPolicy]:
+def policies_keeping_more(model: ModelConfig, train: TrainConfig) -> list[RematPolicy]:
     """Return the policies that save more than a config's, in the order of POLICIES."""
-    saved = _saved(config.train.remat, config)
-    return [p for p in _allowed(config) if _saved(p, config) > saved]
+    saved = _saved(train.remat, model)
+    return [p for p in _allowed(model, train) if _saved(p, model) > saved]
 
 
-def _allowed(config: Config) -> list[RematPolicy]:
+def _allowed(model: ModelConfig, train: TrainConfig) -> list[RematPolicy]:
     """Return the policies that save no offloaded result on the device.
 
     Policies that name results which the model lacks are left out.
     """
-    offload = config.train.offload
+    offload = train.offload
     names = {*offload, _OTHERS} if offload else set()
     return [
         p
         for p in POLICIES
-        if not _saved(p, config) & names
-        and (isinstance(p, Remat) or {*p} == _saved(p, config))
+        if not _saved(p, model) & names
+        and (isinstance(p, Remat) or {*p} == _saved(p, model))
     ]
 
 
-def _saved(policy: RematPolicy, config: Config) -> frozenset[str]:
-    lacking = set() if config.model.has_latent_attention else {"latent"}
+def _saved(policy: RematPolicy, model: ModelConfig) -> frozenset[str]:
+    lacking = set() if model.has_latent_attention else {"latent"}
     return frozenset(_SAVED.get(policy, policy)) - lacking

@@ -26,7 +26,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from train.config import Config
+from data.config import DataConfig
+from model.config import ModelConfig
 from train.hardware.achievable import slowest_ratio
 from train.hardware.chips import Chip
 from train.hardware.interconnect import num_slices_along
@@ -136,7 +137,13 @@ class Prediction(BusyTimes):
 
 
 def predict(
-    cost: StepCost, config: Config, mesh: Mesh, chip: Chip, num_domains: int = 0
+    cost: StepCost,
+    model: ModelConfig,
+    data: DataConfig,
+    *,
+    mesh: Mesh,
+    chip: Chip,
+    num_domains: int = 0,
 ) -> Prediction:
     """Predict the speed of a step on devices that need not be present.
 
@@ -146,7 +153,14 @@ def predict(
     mesh_domains = num_slices_along(mesh, mesh.axis_names)
     num_domains = num_domains or mesh_domains
     growth = num_domains / mesh_domains
-    times = partial(busy_times_of, config=config, mesh=mesh, chip=chip, growth=growth)
+    times = partial(
+        busy_times_of,
+        model=model,
+        sequence_length=data.sequence_length,
+        mesh=mesh,
+        chip=chip,
+        growth=growth,
+    )
     sections = [time_section(section.name, times(section)) for section in cost.sections]
     low = sum(section.seconds.low for section in sections)
     high = sum(section.seconds.high for section in sections)
@@ -166,7 +180,7 @@ def predict(
         sections=tuple(sections),
         recomputed=cost.flops.total / cost.model_flops,
         bounds=Range(slowdown * low, slowdown * high),
-        tokens=round(config.data.batch_size * config.data.sequence_length * growth),
+        tokens=round(data.batch_size * data.sequence_length * growth),
         devices=round(mesh.size * growth),
         chips=round(mesh.size * growth / chip.devices),
         model_flops=cost.model_flops,

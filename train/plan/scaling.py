@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
-from train.config import Config
+from data.config import DataConfig
+from model.config import ModelConfig
 from train.console import print_table
 from train.core.shards import num_shards
 from train.hardware.chips import Chip
@@ -40,7 +41,9 @@ class ScalingPoint:
 
 def weak_scaling(
     cost: StepCost,
-    config: Config,
+    model: ModelConfig,
+    data: DataConfig,
+    *,
     mesh: Mesh,
     chip: Chip,
     slice_counts: Iterable[int] = SLICE_COUNTS,
@@ -60,7 +63,7 @@ def weak_scaling(
             for s in cost.sections
         )
         scaled = replace(cost, sections=tuple(sections))
-        return predict(scaled, config, mesh, chip, slices)
+        return predict(scaled, model, data, mesh=mesh, chip=chip, num_domains=slices)
 
     single_s = predict_for(1).bounds
     points = []

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 
 from data.batch import Batch
+from data.config import DataConfig
 from data.rows import make_batch
-from train.config import Config
 from train.core.state import TrainState
 from train.resolve.program import ConfiguredProgram
 
@@ -26,16 +26,17 @@ def perturbed_state(program: ConfiguredProgram) -> TrainState:
     return state._replace(params=params, optimizer=moments)
 
 
-def random_batches(config: Config, count: int, seed: int) -> list[Batch]:
+def random_batches(
+    data: DataConfig, num_tokens: int, *, count: int, seed: int
+) -> list[Batch]:
     """Return global batches of random tokens, with documents of several lengths.
 
-    The last row ends with padding. Small ids are more frequent than large ones.
+    Ids are below `num_tokens`, and small ones are more frequent than large ones. The
+    last row ends with padding.
     """
-    data = config.data
     rng = np.random.default_rng(seed)
     num_rows = data.batch_size
     length = data.sequence_length
-    num_tokens = (config.model.vocab_size or 0) - PADDING_IDS
     num_remaining = np.full(num_rows, length + 1)
     num_remaining[-1] = 2 * length // 3
     batches = []

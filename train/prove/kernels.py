@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from data.config import DataConfig
 from model.attention.inputs import Inputs
 from model.attention.method import PLAIN_ATTENTION, AttentionMethod, AttentionOptions
 from model.choices import Grouped
+from model.config import ModelConfig
 from model.execution import Execution
 from model.parts.experts.grouped import grouped_product
 from train.config import Config
@@ -30,7 +32,7 @@ _MAX_EXPERTS = 4
 
 def check_kernels(config: Config, execution: Execution) -> Mapping[str, str]:
     """Compare the kernels on a local device, or raise Exit with NOT_PROVED."""
-    differences = compare_kernels(config, execution)
+    differences = compare_kernels(config.model, config.data, execution)
     if failures := [difference for difference in differences if difference.is_wrong]:
         text = "\n  ".join(["Kernels differ from plain formulas:", *map(str, failures)])
         remedy = "Update jax and the driver, or set model.attention=xla (slower)."
@@ -38,7 +40,9 @@ def check_kernels(config: Config, execution: Execution) -> Mapping[str, str]:
     return {}
 
 
-def compare_kernels(config: Config, execution: Execution) -> list[ArrayDifference]:
+def compare_kernels(
+    model: ModelConfig, data: DataConfig, execution: Execution
+) -> list[ArrayDifference]:
     """Return how much results and gradients of the run's kernels are off.
 
     Attention is compared with each window that a layer has. Operands of the plain
@@ -47,26 +51,32 @@ def compare_kernels(config: Config, execution: Execution) -> list[ArrayDifferenc
     """
     rng = np.random.default_rng(0)
     differences = list[ArrayDifference]()
-    for window in dict.fromkeys(config.model.windows):
-        differences += _compare_attention(config, execution, window, rng)
-    if config.model.expert_layers:
+    for window in dict.fromkeys(model.windows):
+        differences += _compare_attention(
+            model, data, execution=execution, window=window, rng=rng
+        )
+    if model.expert_layers:
         for swapped in (False, True):
-            differences += _compare_experts(config, execution, swapped, rng)
+            differences += _compare_experts(model, execution, swapped, rng)
     return differences
 
 
 def _compare_attention(
-    config: Config, execution: Execution, window: int | None, rng: np.random.Generator
+    model: ModelConfig,
+    data: DataConfig,
+    *,
+    execution: Execution,
+    window: int | None,
+    rng: np.random.Generator,
 ) -> Iterator[ArrayDifference]:
     """Yield the differences of attention over documents of several lengths."""
-    model = config.model
     dtype = execution.numerics.compute_dtype
-    T = min(config.data.sequence_length, _MAX_LENGTH)
+    T = min(data.sequence_length, _MAX_LENGTH)
     H = model.head_size
     V = model.value_size
     N = min(_MAX_QUERY_HEADS, model.num_heads // model.kv_heads)
     ids_BT = None
-    if config.data.document_mask:
+    if data.document_mask:
         is_start_BT = rng.random((_ROWS, T)) < 8 / T
         ids_BT = jnp.cumsum(jnp.asarray(is_start_BT, jnp.int32), axis=1) + 1
     dims = (N, H), (1, H), (1, V), (N, V)
@@ -89,10 +99,9 @@ def _compare_attention(
 
 
 def _compare_experts(
-    config: Config, execution: Execution, swapped: bool, rng: np.random.Generator
+    model: ModelConfig, execution: Execution, swapped: bool, rng: np.random.Generator
 ) -> Iterator[ArrayDifference]:
     """Yield the differences of products of rows, grouped by expert."""
-    model = config.model
     dtype = execution.numerics.compute_dtype
     D = model.embed_dim
     F = model.expert_size

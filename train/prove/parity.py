@@ -16,17 +16,17 @@ import numpy as np
 from data.batch import Batch
 from model.choices import Dtype
 from model.params import named
-from train.config import Config, MomentDtype
+from train.config import MomentDtype
 from train.core.feed import place
 from train.core.optimizer.moments import decode_moments
 from train.core.state import TrainState
 from train.core.step import make_gradients
 from train.errors import NOT_PROVED, Exit
+from train.prove.divided_step import DividedStep
 from train.prove.forward_order import forward_order
-from train.prove.inputs import PADDING_IDS, perturbed_state, random_batches
-from train.prove.shrink import mesh_of, parts_of, without
+from train.prove.inputs import perturbed_state, random_batches
 from train.resolve.mesh import Device
-from train.resolve.program import make_program, recipe_of
+from train.resolve.program import ConfiguredProgram
 
 log = logging.getLogger(__name__)
 # Limits of the search for batches whose tokens are far from a tie of experts.
@@ -99,20 +99,19 @@ class Comparison(NamedTuple):
 
 
 class Steps:
-    """The jitted steps of a config on the first of some devices."""
+    """The jitted steps of a program."""
 
-    def __init__(self, config: Config, devices: Sequence[Device]):
-        num_tokens = (config.model.vocab_size or 0) - PADDING_IDS
-        devices = devices[: math.prod(mesh_of(config).values())]
-        self.program = make_program(config, devices, num_tokens=num_tokens)
-        model = self.program.model
-        execution = self.program.execution
+    def __init__(self, program: ConfiguredProgram):
+        self.program = program
         self._gradients = jax.jit(
             make_gradients(
-                model, execution, recipe_of(config.train), num_tokens=num_tokens
+                program.model,
+                program.execution,
+                program.recipe,
+                num_tokens=program.num_tokens,
             )
         )
-        self._names = forward_order(config.model)
+        self._names = forward_order(program.config.model)
 
     def measure_gradients(self, state: TrainState, batches: Sequence[Batch]) -> Values:
         """Return the loss, counts and gradients of the first batch."""
@@ -168,18 +167,25 @@ class Reference:
     is_stable: whether rounding errors choose no expert of any token.
     """
 
-    def __init__(self, config: Config, devices: Sequence[Device], num_steps: int = 2):
+    def __init__(
+        self, step: DividedStep, devices: Sequence[Device], num_steps: int = 2
+    ):
         """Make weights, and batches in which experts are chosen clearly.
 
         Raises Exit with NOT_PROVED if every gradient is zero.
         """
         self._devices = devices
-        steps = Steps(without(config, parts_of(config)), devices)
-        self.state = perturbed_state(steps.program)
+        program = step.without(step.parts).program(devices)
+        steps = Steps(program)
+        num_tokens = program.num_tokens or 0
+        model = step.config.model
+        self.state = perturbed_state(program)
         for seed in range(_MAX_TRIES):
-            self.batches = random_batches(config, num_steps, seed)
+            self.batches = random_batches(
+                step.config.data, num_tokens, count=num_steps, seed=seed
+            )
             self.values = [take(steps, self.state, self.batches) for take in MEASURES]
-            self.is_stable = not config.model.expert_layers or self._is_stable(steps)
+            self.is_stable = not model.expert_layers or self._is_stable(steps)
             if self.is_stable:
                 break
         else:
@@ -225,26 +231,27 @@ class Reference:
                         return False
         return True
 
-    def compare(self, config: Config) -> Comparison:
-        """Compare the steps of the config on its mesh with those of one device.
+    def compare(self, step: DividedStep) -> Comparison:
+        """Compare steps on the mesh of their config with those of one device.
 
         The updates are compared only if the loss and the gradients agree. All mesh axes
         must have explicit sizes.
         """
         differences = list[ArrayDifference]()
         for number in range(len(MEASURES)):
-            differences += self._differences(number, config)
+            differences += self._differences(number, step)
             if any(difference.is_wrong for difference in differences):
 
-                def differs(config: Config, number: int = number) -> bool:
-                    return any(d.is_wrong for d in self._differences(number, config))
+                def differs(step: DividedStep, number: int = number) -> bool:
+                    return any(d.is_wrong for d in self._differences(number, step))
 
-                return Comparison(differences, find_cause(config, differs))
+                return Comparison(differences, find_cause(step, differs))
         return Comparison(differences, ())
 
-    def _differences(self, number: int, config: Config) -> list[ArrayDifference]:
+    def _differences(self, number: int, step: DividedStep) -> list[ArrayDifference]:
         """Return the difference of each array of one of `MEASURES`."""
-        steps = Steps(config, self._devices)
+        config = step.config
+        steps = Steps(step.program(self._devices))
         values = MEASURES[number](steps, self.state, self.batches)
         is_rounded = config.train.reduce_dtype is Dtype.bfloat16
         if MEASURES[number] is Steps.measure_updates:
@@ -259,18 +266,20 @@ class Reference:
         return differences
 
 
-def find_cause(config: Config, differs: Callable[[Config], bool]) -> tuple[str, ...]:
+def find_cause(
+    step: DividedStep, differs: Callable[[DividedStep], bool]
+) -> tuple[str, ...]:
     """Return the mesh axes, or the key of microbatches, that cause a difference.
 
     These are the parts without which the runs agree. If there are none, they are the
     parts with each of which alone the runs differ.
     """
-    parts = parts_of(config)
+    parts = step.parts
     if len(parts) == 1:
         return tuple(parts)
-    if needed := [part for part in parts if not differs(without(config, [part]))]:
+    if needed := [part for part in parts if not differs(step.without([part]))]:
         return tuple(needed)
-    return tuple(p for p in parts if differs(without(config, {*parts} - {p})))
+    return tuple(p for p in parts if differs(step.without({*parts} - {p})))
 
 
 def _size(x: np.ndarray) -> float:

@@ -8,21 +8,22 @@ config breaks no rule. A key without candidates stays as it is.
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from model.choices import Attention, ComputeDtype, Dtype
+from model.config import ModelConfig
 from train.cli.rules import config_mistakes
-from train.config import MESH_AXES, Config, DcnConfig
+from train.config import Config, DcnConfig, MeshConfig, TrainConfig
 from train.core.layout import batch_shards
 from train.errors import ConfigError, Mistake
-from train.identity import flatten, with_values
+from train.identity import flatten
+from train.prove.divided_step import ACCUMULATION, mesh_of
 from train.resolve.execution import choose_execution
 from train.resolve.mesh import Device
 from train.resolve.mesh_sizes import least_sizes, mesh_mistakes
 from train.resolve.sharding import axis_rules
 
-ACCUMULATION = "train.accumulation_steps"
 MAX_DEVICES = 8
 # The axes that are left out first if the mesh has more devices.
 _DISPENSABLE = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
@@ -49,12 +50,155 @@ SIZES = {
 Changes = dict[str, Any]  # Values by their full key.
 
 
-class Shrunk(NamedTuple):
-    """A small config, the keys that differ, and sentences about what it leaves out."""
+@dataclass(frozen=True)
+class Shrunk:
+    """A run's config, and a smaller one with the same switches."""
 
+    full: Config
     config: Config
-    changes: dict[str, tuple[Any, Any]]
-    left_out: list[str]
+
+    def with_values(self, changes: Changes) -> "Shrunk":
+        """Return the pair with other values of the small config's keys."""
+        return Shrunk(self.full, self.config.with_values(changes))
+
+    @property
+    def changes(self) -> dict[str, tuple[Any, Any]]:
+        """The old and the new value of each key that differs."""
+        old = flatten(self.full)
+        new = flatten(self.config)
+        keys = [key for key in new if old.get(key) != new[key]]
+        return {key: (old.get(key), new[key]) for key in keys}
+
+    def rows(self) -> Changes:
+        """Return rows of 64 positions, two of a microbatch on each device."""
+        data = self.full.data
+        model = self.full.model
+        train = self.full.train
+        mesh = self.config.mesh
+        length = min(64, data.sequence_length)
+        microbatches = train.pipeline_microbatches
+        shards = batch_shards(axis_rules(mesh), least_sizes(mesh, 1)).rows
+        stages = abs(self.full.mesh.pipeline)
+        rounds = 2 if microbatches and microbatches > stages else 1
+        rows = 2 * shards * self.config.train.accumulation_steps * rounds
+        chunk = train.loss_chunk_tokens
+        if chunk is None and model.vocab_rows >= 8192:
+            # `auto` divides the logits of so many ids.
+            chunk = data.sequence_length // 4
+
+        def shorten(positions: int | None) -> int | None:
+            return positions and max(3, positions * length // data.sequence_length)
+
+        return {
+            "data.sequence_length": length,
+            "data.batch_schedule": [],
+            "data.sequence_schedule": [],
+            "data.batch_size": rows,
+            "train.pipeline_microbatches": microbatches and rounds * mesh.pipeline,
+            "train.loss_chunk_tokens": shorten(chunk),
+            "model.window": shorten(model.window),
+            "model.max_sequence_length": model.max_sequence_length and length,
+        }
+
+    def candidates(self) -> Iterable[list[Changes]]:
+        """Yield alternative changes of depth, heads, sizes, experts and vocabulary."""
+        model = self.full.model
+        mesh = self.config.mesh
+        # Two repeats of the patterns of layers, which are the same on each stage.
+        patterns = model.layer_pattern or "1", model.mixer_pattern or "1"
+        period = math.lcm(*map(len, patterns), model.experts_every)
+        groups = mesh.pipeline * mesh.pipeline_repeats if mesh.pipeline > 1 else 1
+        dense = min(model.dense_layers, groups)
+        depths = dense + math.lcm(2 * period, groups), dense + 2 * period * groups
+        yield [
+            {"model.dense_layers": dense, "model.num_layers": depth}
+            for depth in depths
+            if depth < model.num_layers
+        ]
+        ratio = min(8, model.num_heads // model.kv_heads)
+        yield [
+            {
+                "model.head_dim": min(model.head_size, head_dim),
+                "model.num_heads": kv_heads * ratio,
+                "model.num_kv_heads": model.num_kv_heads and kv_heads,
+            }
+            for head_dim in (8, 32, 128)
+            for kv_heads in (min(2, model.kv_heads), 4, 8)
+            if kv_heads <= model.kv_heads
+        ]
+        for key, size in SIZES.items():
+            full_size = getattr(model, key.removeprefix("model.")) or 0
+            sizes = (size * factor for factor in (1, 2, 3, 4, 8))
+            yield [{key: size} for size in sizes if size < full_size]
+        if model.expert_layers:
+            used = min(2, model.experts_per_token)
+            ratio = min(8, model.num_experts // model.experts_per_token)
+            yield [
+                {"model.num_experts": experts, "model.experts_per_token": num_used}
+                for num_used in (used, model.experts_per_token)
+                for experts in (used * ratio, 4, 8, 16, 32, 64)
+                if experts <= model.num_experts
+            ]
+        # Devices exchange rows of a table that has more ids than they have tokens.
+        full_mesh = self.full.mesh
+        data = self.full.data
+        shards = batch_shards(axis_rules(full_mesh), least_sizes(full_mesh, 1))
+        tokens = data.batch_size * data.sequence_length
+        parts = self.full.train.accumulation_steps * shards.rows * shards.sequence
+        has_more_ids = tokens // parts < model.vocab_rows
+        sizes = (160, 24) if has_more_ids else (24, 160)
+        yield [{"model.vocab_size": size} for size in sizes]
+
+    def base_sizes(self) -> Changes:
+        """Return the base of `optimizer.transfer`, whose ratios to the model stay."""
+        full = self.full.model
+        model = self.config.model
+        width = self.full.optimizer.base_width
+        depth = self.full.optimizer.base_depth
+        width = width and max(1, width * model.embed_dim // full.embed_dim)
+        depth = depth and max(1, depth * model.num_layers // full.num_layers)
+        return {"optimizer.base_width": width, "optimizer.base_depth": depth}
+
+    def mistakes(self, device: Device) -> list[Mistake]:
+        """Return the rules that the small config breaks on its virtual devices."""
+        config = self.config
+        num_devices = math.prod(mesh_of(config.mesh).values())
+        mistakes = config_mistakes(config) or mesh_mistakes(config, num_devices)
+        if not mistakes:
+            try:
+                choose_execution(config, device, least_sizes(config.mesh, num_devices))
+            except ConfigError as error:
+                return error.mistakes
+        return mistakes
+
+    @property
+    def left_out(self) -> list[str]:
+        """Sentences about what a comparison on a CPU does not cover."""
+        full = self.full
+        model = self.config.model
+        sentences = [
+            "The CPU computes in float32, with XLA's attention and plain loops of "
+            "experts."
+        ]
+        sentences += [
+            f"mesh.{axis} is 1 because there are {MAX_DEVICES} virtual devices; to "
+            "include it, set another axis to 1."
+            for axis in mesh_of(full.mesh)
+            if axis not in mesh_of(self.config.mesh)
+        ]
+        if full.model.router_aux_weight != model.router_aux_weight:
+            sentences.append(
+                "model.router_aux_weight is 0 because that loss depends on how a batch "
+                "is divided into microbatches."
+            )
+        if full.data.batch_schedule or full.data.sequence_schedule:
+            sentences.append(
+                "Batches have one shape, without data.batch_schedule and "
+                "data.sequence_schedule."
+            )
+        if full.init_from is not None:
+            sentences.append("The weights are random, and not those of init_from.")
+        return sentences
 
 
 def shrink(config: Config, device: Device) -> Shrunk:
@@ -67,45 +211,22 @@ def shrink(config: Config, device: Device) -> Shrunk:
     Raises:
         ConfigError: if the reduced mesh does not divide the run's dims.
     """
-    small = with_values(config, _axis_sizes(config) | _choices(config))
-    small = with_values(small, _rows(config, small))
-    for candidates in _candidates(config, small):
-        valid = (with_values(small, changes) for changes in candidates)
-        small = next((c for c in valid if not _mistakes(c, device)), small)
-    small = with_values(small, _base_sizes(config, small))
-    if mistakes := _mistakes(small, device):
+    choices = _choices(config.model, config.mesh, train=config.train)
+    shrunk = Shrunk(config, config).with_values(_axis_sizes(config.mesh) | choices)
+    shrunk = shrunk.with_values(shrunk.rows())
+    for candidates in shrunk.candidates():
+        smaller = (shrunk.with_values(changes) for changes in candidates)
+        valid = (pair for pair in smaller if not pair.mistakes(device))
+        shrunk = next(valid, shrunk)
+    shrunk = shrunk.with_values(shrunk.base_sizes())
+    if mistakes := shrunk.mistakes(device):
         raise ConfigError(mistakes)
-    old = flatten(config)
-    new = flatten(small)
-    changes = {key: (old.get(key), new[key]) for key in new if old.get(key) != new[key]}
-    return Shrunk(small, changes, _left_out(config, small))
+    return shrunk
 
 
-def without(config: Config, parts: Iterable[str]) -> Config:
-    """Return the config with one device along mesh axes, or without microbatches."""
-    axes = dict.fromkeys({*parts} - {ACCUMULATION}, 1)
-    changes: Changes = {f"mesh.{axis}": 1 for axis in axes}
-    changes["mesh.dcn"] = replace(config.mesh.dcn, **axes)
-    if ACCUMULATION in parts:
-        changes[ACCUMULATION] = 1
-    return with_values(config, changes)
-
-
-def mesh_of(config: Config) -> dict[str, int]:
-    """Return the mesh axes of more than one device and their sizes."""
-    sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
-    return {axis: size for axis, size in sizes.items() if size != 1}
-
-
-def parts_of(config: Config) -> list[str]:
-    """Return what divides a step: mesh axes of several devices, and microbatches."""
-    has_parts = config.train.accumulation_steps > 1
-    return [*mesh_of(config), *[ACCUMULATION] * has_parts]
-
-
-def _axis_sizes(config: Config) -> Changes:
+def _axis_sizes(mesh: MeshConfig) -> Changes:
     """Return the size of each mesh axis, and its factor across slices."""
-    full = mesh_of(config)  # The size of an axis is -1 if it takes all other devices.
+    full = mesh_of(mesh)  # The size of an axis is -1 if it takes all other devices.
     primes = (2, 3, 5, 7)
     sizes = {a: next((p for p in primes if n % p == 0), 2) for a, n in full.items()}
     if math.prod(sizes.values()) > MAX_DEVICES:
@@ -117,12 +238,12 @@ def _axis_sizes(config: Config) -> Changes:
         has_room = 2 * math.prod(sizes.values()) <= MAX_DEVICES
         if has_room and sizes[axis] == 2 and full[axis] % 4 == 0:
             sizes[axis] = 4
-    factors = {a: math.gcd(getattr(config.mesh.dcn, a), n) for a, n in sizes.items()}
+    factors = {a: math.gcd(getattr(mesh.dcn, a), n) for a, n in sizes.items()}
     changes: Changes = {f"mesh.{axis}": size for axis, size in sizes.items()}
     return changes | {"mesh.dcn": DcnConfig(**factors)}
 
 
-def _choices(config: Config) -> Changes:
+def _choices(model: ModelConfig, mesh: MeshConfig, *, train: TrainConfig) -> Changes:
     """Return the choices that a comparison in float32 needs."""
     changes: Changes = {
         "model.compute_dtype": ComputeDtype.float32,
@@ -130,136 +251,12 @@ def _choices(config: Config) -> Changes:
         "model.high_precision_layers": (),
         "schedule.warmup_steps": 0,  # A first update of zero would prove nothing.
         "schedule.warmup_tokens": None,
-        "mesh.pipeline_repeats": min(config.mesh.pipeline_repeats, 2),
-        ACCUMULATION: min(config.train.accumulation_steps, 2),
+        "mesh.pipeline_repeats": min(mesh.pipeline_repeats, 2),
+        ACCUMULATION: min(train.accumulation_steps, 2),
     }
-    if config.model.attention is not Attention.auto:
+    if model.attention is not Attention.auto:
         changes["model.attention"] = Attention.xla
-    if config.mesh.pipeline != 1 or config.train.accumulation_steps > 1:
+    if mesh.pipeline != 1 or train.accumulation_steps > 1:
         # This loss depends on the other rows of a microbatch.
         changes["model.router_aux_weight"] = 0.0
     return changes
-
-
-def _rows(config: Config, small: Config) -> Changes:
-    """Return rows of 64 positions, two of a microbatch on each device."""
-    data = config.data
-    model = config.model
-    train = config.train
-    length = min(64, data.sequence_length)
-    microbatches = train.pipeline_microbatches
-    shards = batch_shards(axis_rules(small.mesh), least_sizes(small.mesh, 1)).rows
-    rounds = 2 if microbatches and microbatches > abs(config.mesh.pipeline) else 1
-    chunk = train.loss_chunk_tokens
-    if chunk is None and model.vocab_rows >= 8192:  # Then `auto` divides the logits.
-        chunk = data.sequence_length // 4
-
-    def shorten(positions: int | None) -> int | None:
-        return positions and max(3, positions * length // data.sequence_length)
-
-    return {
-        "data.sequence_length": length,
-        "data.batch_schedule": [],
-        "data.sequence_schedule": [],
-        "data.batch_size": 2 * shards * small.train.accumulation_steps * rounds,
-        "train.pipeline_microbatches": microbatches and rounds * small.mesh.pipeline,
-        "train.loss_chunk_tokens": shorten(chunk),
-        "model.window": shorten(model.window),
-        "model.max_sequence_length": model.max_sequence_length and length,
-    }
-
-
-def _candidates(config: Config, small: Config) -> Iterable[list[Changes]]:
-    """Yield alternative changes of depth, heads, other sizes, experts, vocabulary."""
-    model = config.model
-    mesh = small.mesh
-    # Two repeats of the patterns of layers, which are the same on each stage.
-    patterns = model.layer_pattern or "1", model.mixer_pattern or "1"
-    period = math.lcm(*map(len, patterns), model.experts_every)
-    groups = mesh.pipeline * mesh.pipeline_repeats if mesh.pipeline > 1 else 1
-    dense = min(model.dense_layers, groups)
-    depths = dense + math.lcm(2 * period, groups), dense + 2 * period * groups
-    yield [
-        {"model.dense_layers": dense, "model.num_layers": depth}
-        for depth in depths
-        if depth < model.num_layers
-    ]
-    ratio = min(8, model.num_heads // model.kv_heads)
-    yield [
-        {
-            "model.head_dim": min(model.head_size, head_dim),
-            "model.num_heads": kv_heads * ratio,
-            "model.num_kv_heads": model.num_kv_heads and kv_heads,
-        }
-        for head_dim in (8, 32, 128)
-        for kv_heads in (min(2, model.kv_heads), 4, 8)
-        if kv_heads <= model.kv_heads
-    ]
-    for key, size in SIZES.items():
-        full_size = getattr(model, key.removeprefix("model.")) or 0
-        sizes = (size * factor for factor in (1, 2, 3, 4, 8))
-        yield [{key: size} for size in sizes if size < full_size]
-    if model.expert_layers:
-        used = min(2, model.experts_per_token)
-        ratio = min(8, model.num_experts // model.experts_per_token)
-        yield [
-            {"model.num_experts": experts, "model.experts_per_token": num_used}
-            for num_used in (used, model.experts_per_token)
-            for experts in (used * ratio, 4, 8, 16, 32, 64)
-            if experts <= model.num_experts
-        ]
-    # Devices exchange rows of a table that has more ids than they have tokens.
-    shards = batch_shards(axis_rules(config.mesh), least_sizes(config.mesh, 1))
-    tokens = config.data.batch_size * config.data.sequence_length
-    parts = config.train.accumulation_steps * shards.rows * shards.sequence
-    has_more_ids = tokens // parts < model.vocab_rows
-    yield [{"model.vocab_size": n} for n in ((160, 24) if has_more_ids else (24, 160))]
-
-
-def _base_sizes(config: Config, small: Config) -> Changes:
-    """Return the base of `optimizer.transfer`, whose ratios to the model stay."""
-    full = config.model
-    model = small.model
-    width = config.optimizer.base_width
-    depth = config.optimizer.base_depth
-    width = width and max(1, width * model.embed_dim // full.embed_dim)
-    depth = depth and max(1, depth * model.num_layers // full.num_layers)
-    return {"optimizer.base_width": width, "optimizer.base_depth": depth}
-
-
-def _mistakes(config: Config, device: Device) -> list[Mistake]:
-    """Return every rule that a config breaks on its mesh of virtual devices."""
-    num_devices = math.prod(mesh_of(config).values())
-    mistakes = config_mistakes(config) or mesh_mistakes(config, num_devices)
-    if not mistakes:
-        try:
-            choose_execution(config, device, least_sizes(config.mesh, num_devices))
-        except ConfigError as error:
-            return error.mistakes
-    return mistakes
-
-
-def _left_out(config: Config, small: Config) -> list[str]:
-    """Return sentences about what a comparison on a CPU does not cover."""
-    sentences = [
-        "The CPU computes in float32, with XLA's attention and plain loops of experts."
-    ]
-    sentences += [
-        f"mesh.{axis} is 1 because there are {MAX_DEVICES} virtual devices; to "
-        "include it, set another axis to 1."
-        for axis in mesh_of(config)
-        if axis not in mesh_of(small)
-    ]
-    if config.model.router_aux_weight != small.model.router_aux_weight:
-        sentences.append(
-            "model.router_aux_weight is 0 because that loss depends on how a batch is "
-            "divided into microbatches."
-        )
-    if config.data.batch_schedule or config.data.sequence_schedule:
-        sentences.append(
-            "Batches have one shape, without data.batch_schedule and "
-            "data.sequence_schedule."
-        )
-    if config.init_from is not None:
-        sentences.append("The weights are random, and not those of init_from.")
-    return sentences

@@ -7,17 +7,19 @@ from dataclasses import replace
 
 import jax
 
+from data.config import DataConfig
 from data.encoding import padded_vocab_size
 from data.errors import DataError
 from data.sources import encoding_of
 from data.storage import write_atomically
-from train.config import Config
+from train.config import Config, RuntimeConfig
 from train.console import print_table
 from train.errors import FINISHED, NOT_PROVED, ConfigError, Mistake
 from train.identity import run_dir
+from train.prove.divided_step import DividedStep
 from train.prove.kernels import compare_kernels
 from train.prove.parity import ArrayDifference, Comparison, Reference
-from train.prove.shrink import MAX_DEVICES, Shrunk, mesh_of, parts_of, shrink
+from train.prove.shrink import MAX_DEVICES, shrink
 from train.resolve.execution import choose_execution
 from train.resolve.mesh import Device
 from train.resolve.mesh_sizes import least_sizes
@@ -34,26 +36,27 @@ def prove(config: Config, as_json: bool) -> int:
         ConfigError: if there is nothing to compare, or the run's mesh cannot shrink.
         Exit: with NOT_PROVED if no parameter has a gradient.
     """
-    cpus = _set_up(config)
-    config = _settle_vocab_size(config)
+    cpus = _set_up(config.runtime)
+    config = settle(config, _vocab_size(config.data))
     kernels = list[ArrayDifference]()
     if jax.default_backend() != "cpu":
         sizes = least_sizes(config.mesh, jax.device_count())
         execution = choose_execution(config, jax.local_devices()[0], sizes)
-        kernels = compare_kernels(config, execution)
+        kernels = compare_kernels(config.model, config.data, execution)
     shrunk = shrink(config, cpus[0])
-    if not (parts_of(shrunk.config) or kernels):
+    step = DividedStep(shrunk.config)
+    if not (step.parts or kernels):
         rule = "has only one device, so there is nothing to compare; set mesh.fsdp=2, "
         raise ConfigError([Mistake("mesh", "", f"{rule}for example")])
     # Optimizing the small steps would take longer than running them.
     jax.config.update("jax_disable_most_optimizations", True)
     with jax.default_device(cpus[0]):
-        reference = Reference(shrunk.config, cpus)
-        comparison = reference.compare(shrunk.config)
+        reference = Reference(step, cpus)
+        comparison = reference.compare(step)
     result = comparison._replace(differences=[*comparison.differences, *kernels])
     record = {
         "proved": not result.failures,
-        "mesh": mesh_of(shrunk.config),
+        "mesh": step.mesh,
         "cause": result.cause,
         "differences": [difference.as_json() for difference in result.failures],
         "largest": [difference.as_json() for difference in _largest(result)],
@@ -69,11 +72,17 @@ def prove(config: Config, as_json: bool) -> int:
         print(json.dumps(record))
     else:
         print(f"record      {path}")
-        _print_verdict(result, reference, shrunk)
+        _print_verdict(result, reference, step=step, left_out=shrunk.left_out)
     return NOT_PROVED if result.failures else FINISHED
 
 
-def _print_verdict(result: Comparison, reference: Reference, shrunk: Shrunk) -> None:
+def _print_verdict(
+    result: Comparison,
+    reference: Reference,
+    *,
+    step: DividedStep,
+    left_out: Iterable[str],
+) -> None:
     rows = [
         (key.quantity, f"{error:.1e}", f"{tolerance:g}", key.name)
         for key, error, tolerance in _largest(result)
@@ -82,9 +91,9 @@ def _print_verdict(result: Comparison, reference: Reference, shrunk: Shrunk) -> 
     print_table(rows, headers, "relative differences from one device")
     for name in reference.no_gradient:
         print(f"unproved    {name} has no gradient")
-    for sentence in shrunk.left_out:
+    for sentence in left_out:
         print(f"left out    {sentence}")
-    axes = " x ".join(f"{axis} {n}" for axis, n in mesh_of(shrunk.config).items())
+    axes = " x ".join(f"{axis} {n}" for axis, n in step.mesh.items())
     target = f"the mesh {axes}" if axes else "one device"
     if not result.failures:
         print(f"proved      The steps on {target} are those of one device.")
@@ -101,9 +110,9 @@ def _largest(result: Comparison) -> Iterable[ArrayDifference]:
     return {d.key.quantity: d for d in (*result.differences, *ordered)}.values()
 
 
-def _set_up(config: Config) -> Sequence[Device]:
+def _set_up(runtime: RuntimeConfig) -> Sequence[Device]:
     """Set up JAX, and return the virtual devices of the CPU."""
-    set_up(replace(config.runtime, cpu_devices=MAX_DEVICES))
+    set_up(replace(runtime, cpu_devices=MAX_DEVICES))
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if platforms and "cpu" not in platforms:
         jax.config.update("jax_platforms", f"{platforms},cpu")
@@ -115,9 +124,9 @@ def _set_up(config: Config) -> Sequence[Device]:
     return cpus
 
 
-def _settle_vocab_size(config: Config) -> Config:
-    """Return the config with the tokenizer's vocabulary size, or with a large one."""
+def _vocab_size(data: DataConfig) -> int:
+    """Return the tokenizer's padded vocabulary size, or a large one."""
     try:
-        return settle(config, padded_vocab_size(encoding_of(config.data)))
+        return padded_vocab_size(encoding_of(data))
     except DataError:  # The tokenizer may need a network that is not available.
-        return settle(config, 2**15)
+        return 2**15

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.train.machines import execution, machine, total
-from train.plan.advice import advise, print_prediction
+from train.plan.advice import print_prediction
 
 PER_SECOND = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
 DCN_PER_SECOND = 0.33 * 3.125e9
@@ -74,7 +74,7 @@ def test_the_bottleneck_is_named_and_the_remedy_is_an_override(
     name, *overrides = layout.split()
     cluster = machine(composed, name, *overrides)
     prediction = cluster.predict(cost)
-    advice = advise(prediction, cluster.config)
+    advice = cluster.advise(prediction)
     assert advice.override == override
     assert re.search(bottleneck, advice.bottleneck), advice.bottleneck
     print_prediction(prediction, advice)
@@ -87,7 +87,7 @@ def test_the_bottleneck_is_named_and_the_remedy_is_an_override(
 def test_idle_matrix_units_are_named(composed):
     cluster = machine(composed, "v6e-8", "mesh=fsdp", "data.batch_size=8")
     prediction = dataclasses.replace(cluster.predict(step()), fill=0.25)
-    assert "25% of matrix units" in advise(prediction, cluster.config).bottleneck
+    assert "25% of matrix units" in cluster.advise(prediction).bottleneck
 
 
 def test_the_bound_of_each_section_is_printed(composed, capsys):
@@ -99,7 +99,7 @@ def test_the_bound_of_each_section_is_printed(composed, capsys):
     (second,) = loss.sections
     sections = (first, dataclasses.replace(second, name="loss"))
     prediction = cluster.predict(dataclasses.replace(layers, sections=sections))
-    advice = advise(prediction, cluster.config)
+    advice = cluster.advise(prediction)
     assert advice.bottleneck.startswith("bound by computing")
     print_prediction(prediction, advice)
     assert "step: matrix products, loss: main memory" in capsys.readouterr().out

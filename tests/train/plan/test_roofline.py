@@ -167,8 +167,12 @@ def test_resources_of_two_sections_do_not_overlap(v5e):
 
 def test_the_update_of_a_compiled_step_is_bound_by_memory(stored_step):
     step = stored_step("ddp_full")
-    layout = step.program.config, step.program.mesh, CHIPS["v5e"]
-    *other_sections, update = predict(step.cost, *layout).sections
+    config = step.program.config
+    mesh = step.program.mesh
+    prediction = predict(
+        step.cost, config.model, config.data, mesh=mesh, chip=CHIPS["v5e"]
+    )
+    *other_sections, update = prediction.sections
     assert [section.bound_by for section in other_sections] == [PRODUCTS] * 3
     assert (update.name, update.bound_by) == ("embedding and update", MEMORY)
 

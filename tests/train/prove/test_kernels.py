@@ -32,7 +32,8 @@ def case(configure, monkeypatch):
 
 
 def wrong_parts(case):
-    differences = compare_kernels(*case)
+    config, execution = case
+    differences = compare_kernels(config.model, config.data, execution)
     return {d.key.name.split(": ")[1] for d in differences if d.is_wrong}
 
 
@@ -42,7 +43,8 @@ def use_kernel(monkeypatch, attend):
 
 
 def test_right_kernels_agree_in_bfloat16(case):
-    differences = compare_kernels(*case)
+    config, execution = case
+    differences = compare_kernels(config.model, config.data, execution)
     assert not any(difference.is_wrong for difference in differences)
     # The result and four gradients, with and without a window; two products, each with
     # a result and two gradients.
@@ -54,7 +56,8 @@ def test_right_kernels_agree_in_bfloat16(case):
 def test_values_of_latent_attention_have_their_own_dim(configure, case):
     _, execution = case
     config = configure("model=deepseek_v3_nano", "model.value_head_dim=24")
-    assert not any(d.is_wrong for d in compare_kernels(config, execution))
+    differences = compare_kernels(config.model, config.data, execution)
+    assert not any(difference.is_wrong for difference in differences)
 
 
 def test_a_window_that_is_too_long_is_found(case, monkeypatch):

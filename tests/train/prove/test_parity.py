@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from tests.train.prove.mutations import CUBE, DENSE, MUTATIONS, Mutation
+from train.prove.divided_step import DividedStep
 from train.prove.forward_order import forward_order
 from train.prove.parity import Reference, find_cause
 
@@ -19,7 +20,7 @@ def reference(configure):
 
     @functools.cache
     def reference(model: tuple[str, ...]) -> Reference:
-        return Reference(configure(*model, *ROWS), jax.devices())
+        return Reference(DividedStep(configure(*model, *ROWS)), jax.devices())
 
     return reference
 
@@ -33,7 +34,8 @@ def compare(configure, reference):
             override if "." in override else f"mesh.{override}"
             for override in mesh.split()
         ]
-        return reference(model).compare(configure(*model, *ROWS, *overrides))
+        config = configure(*model, *ROWS, *overrides)
+        return reference(model).compare(DividedStep(config))
 
     return compare
 
@@ -78,14 +80,14 @@ def test_a_right_program_is_proved(compare):
     ],
 )
 def test_the_cause_is_found_by_switching_axes_off(configure, differs, cause):
-    config = configure("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
-    assert find_cause(config, lambda config: differs(config.mesh)) == cause
+    step = DividedStep(configure("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"))
+    assert find_cause(step, lambda step: differs(step.config.mesh)) == cause
 
 
 def test_a_parameter_without_a_gradient_is_named(configure):
     # The softmax is the same for any bias of keys, if positions are not rotated.
     overrides = "model=gpt2_nano", "model.num_layers=1", "model.embed_dim=16", *ROWS
-    reference = Reference(configure(*overrides), jax.devices())
+    reference = Reference(DividedStep(configure(*overrides)), jax.devices())
     assert reference.no_gradient == ("layers.0.0.attention.key.bias",)
 
 

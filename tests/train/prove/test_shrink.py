@@ -8,8 +8,9 @@ import pytest
 from model.choices import Mixer
 from tests.fleet import REPOSITORY
 from train.identity import flatten
+from train.prove.divided_step import DividedStep, mesh_of
 from train.prove.parity import Reference
-from train.prove.shrink import SIZES, mesh_of, shrink
+from train.prove.shrink import SIZES, shrink
 from train.resolve.program import make_program, settle
 
 MODELS = sorted(path.stem for path in (REPOSITORY / "configs/model").glob("*.yaml"))
@@ -39,22 +40,25 @@ def shrunk(composed):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_any_model_becomes_small_and_keeps_its_switches(shrunk, model):
-    config, changes, left_out = shrunk(
+    result = shrunk(
         f"model={model}", *MESH, "data.batch_size=64", "data.sequence_length=4096"
     )
+    config = result.config
+    changes = result.changes
     assert changes.keys() <= SMALLER | OTHERS
     for key in changes.keys() & SMALLER:
         old, new = changes[key]
         assert old is None or new < old
     assert config.model.num_layers <= 12
     assert config.model.embed_dim * config.model.vocab_size <= 32 * 160
-    assert mesh_of(config) == {"data": 2, "fsdp": 2}
-    assert len(left_out) == 1
+    assert mesh_of(config.mesh) == {"data": 2, "fsdp": 2}
+    assert len(result.left_out) == 1
 
 
 def test_the_base_of_a_transfer_keeps_its_ratio_to_the_model(shrunk):
     keys = ("optimizer.transfer=completep", "optimizer.base_width=512")
-    config, *_ = shrunk("model=llama3_8b", *MESH, *keys, "optimizer.base_depth=16")
+    depth = "optimizer.base_depth=16"
+    config = shrunk("model=llama3_8b", *MESH, *keys, depth).config
     assert config.model.embed_dim / config.optimizer.base_width == 4096 / 512
     assert config.model.num_layers / config.optimizer.base_depth == 32 / 16
 
@@ -64,8 +68,8 @@ def test_the_base_of_a_transfer_keeps_its_ratio_to_the_model(shrunk):
 def test_every_family_is_proved(shrunk, composed, model):
     has_experts = composed(f"model={model}").model.expert_layers
     mesh = "mesh.fsdp=2", "mesh.expert=2" if has_experts else "mesh.tensor=2"
-    config = shrunk(f"model={model}", *mesh).config
-    assert not Reference(config, jax.devices()).compare(config).failures
+    step = DividedStep(shrunk(f"model={model}", *mesh).config)
+    assert not Reference(step, jax.devices()).compare(step).failures
 
 
 def test_every_mixer_of_a_pattern_stays(shrunk):
@@ -113,9 +117,10 @@ def test_ratios_of_heads_experts_and_windows_stay(shrunk):
 )
 def test_a_mesh_gets_at_most_eight_devices(shrunk, overrides, mesh, num_left_out):
     sizes = "model.num_layers=8", "data.batch_size=48", "model.num_kv_heads=4"
-    config, _, left_out = shrunk(*sizes, *overrides.split())
-    assert mesh_of(config) == mesh
-    assert len(left_out) == 1 + num_left_out
+    result = shrunk(*sizes, *overrides.split())
+    config = result.config
+    assert mesh_of(config.mesh) == mesh
+    assert len(result.left_out) == 1 + num_left_out
     devices = jax.devices()[: math.prod(mesh.values())]
     assert make_program(config, devices).mesh.size == len(devices)
 

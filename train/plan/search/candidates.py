@@ -4,10 +4,10 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from train.config import MESH_AXES, Config, DcnConfig
+from train.config import MESH_AXES, DcnConfig, MeshConfig, TrainConfig
 from train.plan.precision import with_changes
-from train.plan.recomputing import format_policy, parse_policy, policies_for
-from train.resolve.mesh_sizes import least_sizes, pipeline_of
+from train.plan.recomputing import format_policy, parse_policy
+from train.resolve.mesh_sizes import least_sizes
 
 _MAX_TENSOR = 16
 _MIN_POSITIONS = 8192  # least positions of a row on a device of a context axis
@@ -42,10 +42,10 @@ class Layout:
         """The sizes of the mesh axes across slices or nodes."""
         return DcnConfig(**{axis: getattr(self, f"dcn_{axis}") for axis in MESH_AXES})
 
-    def overrides(self, config: Config) -> str:
-        """Return the overrides that give a config this layout."""
-        overrides = ["mesh.planned=false"] if config.mesh.planned else []
-        tables = ("mesh", self, config.mesh), ("mesh.dcn", self.dcn, config.mesh.dcn)
+    def overrides(self, mesh: MeshConfig) -> str:
+        """Return the overrides that give a config with this mesh the layout."""
+        overrides = ["mesh.planned=false"] if mesh.planned else []
+        tables = ("mesh", self, mesh), ("mesh.dcn", self.dcn, mesh.dcn)
         for (section, sizes, current), axis in itertools.product(tables, MESH_AXES):
             if (size := getattr(sizes, axis)) > 1 or getattr(current, axis) != 1:
                 overrides.append(f"{section}.{axis}={size}")
@@ -92,30 +92,13 @@ def layouts(
     return meshes
 
 
-def variants(layout: Layout, config: Config) -> list[Layout]:
-    """Return a mesh with each remat policy and each number of microbatches.
-
-    The variant with the least FLOPs comes first, and the one with the least memory
-    last. Each microbatch of a device has at least one row, if the batch has enough.
-    """
-    shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
-    shards *= pipeline_of(config.mesh, config.train, layout.pipeline).local_microbatches
-    rows = max(1, config.data.batch_size // shards)
-    powers_of_two = [2**i for i in range(rows.bit_length())]
-    return [
-        replace(layout, remat=format_policy(policy), accumulation_steps=n)
-        for policy in reversed(policies_for(config))
-        for n in powers_of_two
-        if rows % n == 0
-    ]
-
-
-def layout_of(config: Config, num_devices: int) -> Layout | None:
+def layout_of(
+    mesh: MeshConfig, train: TrainConfig, *, num_devices: int
+) -> Layout | None:
     """Return the layout of a config, which may be impossible; None if it is planned."""
-    if config.mesh.planned:
+    if mesh.planned:
         return None
-    sizes: dict[str, Any] = {**least_sizes(config.mesh, num_devices)}
-    sizes |= {f"dcn_{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES}
-    train = config.train
-    policy = format_policy(config.train.remat)
+    sizes: dict[str, Any] = {**least_sizes(mesh, num_devices)}
+    sizes |= {f"dcn_{axis}": getattr(mesh.dcn, axis) for axis in MESH_AXES}
+    policy = format_policy(train.remat)
     return Layout(**sizes, remat=policy, accumulation_steps=train.accumulation_steps)

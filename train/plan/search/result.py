@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from train.config import Config
+from train.config import MeshConfig
 from train.console import print_table
 from train.plan.cost import COMPILED
 from train.plan.memory import Figure, Verdict, judge
@@ -69,8 +69,11 @@ class SearchResult:
         return self.first if self.first.fits else None
 
 
-def print_result(result: SearchResult, config: Config) -> None:
-    """Print the compiled layouts, the frontier, and the best layout as overrides."""
+def print_result(result: SearchResult, mesh: MeshConfig) -> None:
+    """Print the compiled layouts, the frontier, and the best layout as overrides.
+
+    `mesh` is that of the config that was searched, to which the overrides are added.
+    """
     compiled = f"{len(result.compiled)} compiled, in {result.seconds:.0f} s"
     print(f"searched    {len(result.weighed)} layouts by shapes, {compiled}")
     for rule in result.excluded.values():
@@ -89,23 +92,23 @@ def print_result(result: SearchResult, config: Config) -> None:
         speed = format_count(c.tokens_per_second)
         needed = format_bytes(c.needed)
         suffix = " (this config's)" if c.layout == result.given else ""
-        overrides = c.layout.overrides(config) + suffix
+        overrides = c.layout.overrides(mesh) + suffix
         rows.append([fits, speed, mfu, needed, c.how, overrides])
     headers = ["fits", "tokens/s", "MFU", "needed", "source", "layout"]
     available = format_bytes(result.first.available)
     print_table(rows, headers, f"layouts, predicted; {available} are available")
     best = result.best
-    outcome = best.layout.overrides(config) if best else none_fits(result, config)
+    outcome = best.layout.overrides(mesh) if best else none_fits(result, mesh)
     print(f"best        {outcome}")
     if best and best.how != COMPILED:
         print(f"memory      {best.how}; compile this layout before you rely on it")
 
 
-def none_fits(result: SearchResult, config: Config) -> str:
+def none_fits(result: SearchResult, mesh: MeshConfig) -> str:
     """Return sentences about the missing memory and the remedies."""
     smallest = result.first
     return (
-        f"none fits. The least is needed by {smallest.layout.overrides(config)}: "
+        f"none fits. The least is needed by {smallest.layout.overrides(mesh)}: "
         f"{format_bytes(smallest.needed)} a device ({smallest.how}), of which state "
         f"and batch take {format_bytes(smallest.held)}. Only "
         f"{format_bytes(smallest.available)} are available. These may help: larger "

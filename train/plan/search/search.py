@@ -11,8 +11,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 from etils import epath
@@ -27,7 +28,6 @@ from train.hardware.chips import chip_of
 from train.hardware.interconnect import num_slices
 from train.identity import HARMLESS, flatten, is_covered, training_config
 from train.plan.budget import MemoryBudget, budget_of
-from train.plan.config import MARGIN
 from train.plan.cost import COMPILED
 from train.plan.plan import compile_and_read, compile_small
 from train.plan.recomputing import format_policy
@@ -44,50 +44,118 @@ _RESULT = TypeAdapter(SearchResult)
 _UNCOMPILED_MARGIN = 0.15
 
 
-def search(
-    config: Config,
-    devices: Sequence[Device],
-    budget: MemoryBudget,
-    compiles: int = 0,
-    minutes: float = math.inf,
-    precision: bool = False,
-    beat: Callable[[], object] = lambda: None,
-) -> SearchResult:
-    """Return the estimated and the compiled layouts of a config, ranked.
+@dataclass(frozen=True)
+class Search:
+    """A search for the fastest layout of a config that fits some devices.
 
-    The config's own layout, if it has one, is also searched. At least `compiles`
-    layouts are compiled, and more until one fits, but none if `compiles` is 0 or after
-    `minutes`. With `precision`, the changes of plan/precision.py are weighed too.
-    `beat` is called before each plan. Results are cached.
-
-    Raises ConfigError if the rates of the devices are unknown, or no mesh is possible.
+    precision: whether the changes of plan/precision.py are weighed too.
+    beat: called before each plan.
     """
-    requested = layout_of(config, len(devices))
-    file = _cache_file(config, devices, budget, precision)
-    if file.exists():
-        result = _RESULT.validate_json(file.read_text())
-        searched = {c.layout for c in result.weighed if not (compiles and c.fits)}
-        searched |= {c.layout for c in result.compiled} | {None}
-        if len(result.compiled) >= compiles and requested in searched:
-            return replace(result, given=requested)
-    start = time.monotonic()
-    weighing = Weighing(config, devices, budget, beat)
-    weighing.weigh_meshes(requested)
-    if precision:
-        weighing.weigh_changes()
-    compiled = _compile(weighing, requested, compiles, start + 60 * minutes)
-    result = SearchResult(
-        weighed=sorted(weighing.candidates, key=rank),
-        compiled=compiled,
-        given=requested if requested in weighing.estimates else None,
-        excluded=weighing.excluded,
-        seconds=time.monotonic() - start,
-        failed=weighing.failed,
-    )
-    if not result.failed:  # The next search repeats a failed estimate.
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(epath.Path(file), _RESULT.dump_json(result).decode())
-    return result
+
+    config: Config
+    devices: Sequence[Device]
+    budget: MemoryBudget
+    precision: bool = False
+    beat: Callable[[], object] = lambda: None
+
+    def run(self, compiles: int = 0, minutes: float = math.inf) -> SearchResult:
+        """Return the estimated and the compiled layouts of the config, ranked.
+
+        The config's own layout, if it has one, is also searched. At least `compiles`
+        layouts are compiled, and more until one fits, but none if `compiles` is 0 or
+        after `minutes`. Results are cached.
+
+        Raises ConfigError if the rates of the devices are unknown, or no mesh is
+        possible.
+        """
+        config = self.config
+        num_devices = len(self.devices)
+        requested = layout_of(config.mesh, config.train, num_devices=num_devices)
+        file = self._cache_file
+        if file.exists():
+            result = _RESULT.validate_json(file.read_text())
+            searched = {c.layout for c in result.weighed if not (compiles and c.fits)}
+            searched |= {c.layout for c in result.compiled} | {None}
+            if len(result.compiled) >= compiles and requested in searched:
+                return replace(result, given=requested)
+        start = time.monotonic()
+        weighing = Weighing(config, self.devices, self.budget, self.beat)
+        weighing.weigh_meshes(requested)
+        if self.precision:
+            weighing.weigh_changes()
+        compiled = _compile(weighing, requested, compiles, start + 60 * minutes)
+        result = SearchResult(
+            weighed=sorted(weighing.candidates, key=rank),
+            compiled=compiled,
+            given=requested if requested in weighing.estimates else None,
+            excluded=weighing.excluded,
+            seconds=time.monotonic() - start,
+            failed=weighing.failed,
+        )
+        if not result.failed:  # The next search repeats a failed estimate.
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(epath.Path(file), _RESULT.dump_json(result).decode())
+        return result
+
+    def choose(self, compiles: int = 0, minutes: float = math.inf) -> Layout:
+        """Return the best layout for a config with `mesh.planned=true`.
+
+        Cached results of a search that compiled are preferred. If nothing was compiled,
+        the best layout is the fastest that leaves `_UNCOMPILED_MARGIN`, if there is
+        one, and otherwise the one that leaves most memory. See `run` for the arguments.
+        Raises Exit with the code DOES_NOT_FIT if no layout fits.
+        """
+        devices = self.devices
+        mesh = self.config.mesh
+        train = self.config.train
+        chip = chip_of(devices[0].device_kind)
+        if chip is None or chip.hbm_bandwidth is None:
+            log.info(
+                "mesh=planned: the rates of these devices are unknown: all on fsdp"
+            )
+            slices = num_slices(devices)
+            return Layout(
+                data=slices,
+                fsdp=len(devices) // slices,
+                dcn_data=slices,
+                remat=format_policy(train.remat),
+                accumulation_steps=train.accumulation_steps,
+            )
+        result = self.run(compiles, minutes)
+        for error in result.failed.values():
+            log.warning("mesh=planned: a bug of train.plan: %s", error)
+        best = result.best
+        if best is None:
+            raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, mesh)}")
+        if not result.compiled:
+            margin = int(_UNCOMPILED_MARGIN * self.budget.total)
+            limit = self.budget.available - margin
+            safe = (c for c in result.weighed if c.needed <= limit)
+            best = next(safe, min(result.weighed, key=lambda c: c.needed))
+        log.info("mesh=planned: %s (%s)", best.layout.overrides(mesh), best.how)
+        return best.layout
+
+    @property
+    def _cache_file(self) -> Path:
+        """The file that caches the results.
+
+        The name does not depend on the config's layout or on keys that a plan does not
+        use. So training reads the results of `python -m train.plan search=true`.
+        """
+        devices = self.devices
+        kind = devices[0].device_kind
+        cores = "runtime.sparse_cores"
+        machine = kind, len(devices), num_slices(devices), self.budget.available
+        unused_keys = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
+        items = flatten(training_config(Layout().applied(self.config))).items()
+        ignored = (*HARMLESS, *unused_keys)
+        key_values = {
+            k: v for k, v in items if k == cores or not is_covered(k, ignored)
+        }
+        identity = [key_values, machine, self.precision, versions(), code_version()]
+        identity = json.dumps(identity, sort_keys=True)
+        name = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        return cache_folder() / "plans" / f"{name}.json"
 
 
 def _compile(
@@ -129,69 +197,11 @@ def with_best_layout(
 
     `beat` is called on all processes during the search. Raises Exit as `choose` does.
     """
-    layout = cluster.broadcast_progress(
-        lambda beat: asdict(choose(config, jax.devices(), beat=beat)), beat
-    )
+
+    def choose(beat: Callable[[], object]) -> dict[str, Any]:
+        devices = jax.devices()
+        search = Search(config, devices, budget_of(devices), beat=beat)
+        return asdict(search.choose())
+
+    layout = cluster.broadcast_progress(choose, beat)
     return Layout(**layout).applied(config)
-
-
-def choose(
-    config: Config,
-    devices: Sequence[Device],
-    margin: float = MARGIN,
-    compiles: int = 0,
-    minutes: float = math.inf,
-    beat: Callable[[], object] = lambda: None,
-) -> Layout:
-    """Return the best layout for a config with `mesh.planned=true`.
-
-    Cached results of a search that compiled are preferred. If nothing was compiled, the
-    best layout is the fastest that leaves `_UNCOMPILED_MARGIN`, if there is one, and
-    otherwise the one that leaves most memory. See `search` for the arguments. Raises
-    Exit with the code DOES_NOT_FIT if no layout fits.
-    """
-    chip = chip_of(devices[0].device_kind)
-    if chip is None or chip.hbm_bandwidth is None:
-        log.info("mesh=planned: the rates of these devices are unknown: all on fsdp")
-        slices = num_slices(devices)
-        return Layout(
-            data=slices,
-            fsdp=len(devices) // slices,
-            dcn_data=slices,
-            remat=format_policy(config.train.remat),
-            accumulation_steps=config.train.accumulation_steps,
-        )
-    budget = budget_of(devices, margin)
-    result = search(config, devices, budget, compiles, minutes, beat=beat)
-    for error in result.failed.values():
-        log.warning("mesh=planned: a bug of train.plan: %s", error)
-    best = result.best
-    if best is None:
-        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, config)}")
-    if not result.compiled:
-        limit = budget.available - int(_UNCOMPILED_MARGIN * budget.total)
-        safe = (c for c in result.weighed if c.needed <= limit)
-        best = next(safe, min(result.weighed, key=lambda c: c.needed))
-    log.info("mesh=planned: %s (%s)", best.layout.overrides(config), best.how)
-    return best.layout
-
-
-def _cache_file(
-    config: Config, devices: Sequence[Device], budget: MemoryBudget, precision: bool
-) -> Path:
-    """Return the file that caches the search results of a config.
-
-    The name does not depend on the config's layout or on keys that a plan does not
-    use. So training reads the results of `python -m train.plan search=true`.
-    """
-    device = devices[0]
-    cores = "runtime.sparse_cores"
-    machine = device.device_kind, len(devices), num_slices(devices), budget.available
-    unused_keys = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
-    items = flatten(training_config(Layout().applied(config))).items()
-    ignored = (*HARMLESS, *unused_keys)
-    key_values = {k: v for k, v in items if k == cores or not is_covered(k, ignored)}
-    identity = [key_values, machine, precision, versions(), code_version()]
-    identity = json.dumps(identity, sort_keys=True)
-    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return cache_folder() / "plans" / f"{name}.json"

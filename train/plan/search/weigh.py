@@ -17,9 +17,11 @@ from train.hardware.interconnect import num_slices
 from train.plan.budget import MemoryBudget
 from train.plan.plan import Plan, estimate
 from train.plan.precision import combinations
-from train.plan.search.candidates import Layout, layouts, variants
+from train.plan.recomputing import format_policy, policies_for
+from train.plan.search.candidates import Layout, layouts
 from train.plan.search.result import Candidate, frontier
 from train.resolve.mesh import Device
+from train.resolve.mesh_sizes import pipeline_of
 from train.resolve.program import ConfiguredProgram, make_program
 
 _MUCH_SLOWER = 1.5  # No other variant of a mesh makes up for this slow-down.
@@ -72,9 +74,29 @@ class Weighing:
             raise
         except Exception as error:
             name = type(error).__name__
-            overrides = layout.overrides(self.config)
+            overrides = layout.overrides(self.config.mesh)
             self.failed.setdefault(name, f"{overrides}: {name}: {error}")
             return None
+
+    def variants(self, layout: Layout) -> list[Layout]:
+        """Return a mesh with each remat policy and each number of microbatches.
+
+        The variant with the least FLOPs comes first, and the one with the least memory
+        last. Each microbatch of a device has at least one row, if the batch has enough.
+        """
+        config = self.config
+        shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
+        shards *= pipeline_of(
+            config.mesh, config.train, layout.pipeline
+        ).local_microbatches
+        rows = max(1, config.data.batch_size // shards)
+        powers_of_two = [2**i for i in range(rows.bit_length())]
+        return [
+            replace(layout, remat=format_policy(policy), accumulation_steps=n)
+            for policy in reversed(policies_for(config.model, config.train))
+            for n in powers_of_two
+            if rows % n == 0
+        ]
 
     def weigh(self, layout: Layout) -> None:
         """Estimate a layout, unless this has been done."""
@@ -96,7 +118,7 @@ class Weighing:
         length = config.data.sequence_length
         slices = num_slices(self.devices)
         meshes = layouts(len(self.devices), slices, experts, length)
-        firsts = [variants(mesh, config)[0] for mesh in meshes]
+        firsts = [self.variants(mesh)[0] for mesh in meshes]
         firsts = [requested, *firsts] if requested else firsts
         for layout in _track(firsts, "weighing meshes"):
             try:
@@ -111,7 +133,7 @@ class Weighing:
         for first in _track(possible, "weighing layouts"):
             fitting = (c.step_s for c in self.candidates if c.fits)
             is_slow = first.step_s > _MUCH_SLOWER * min(fitting, default=math.inf)
-            choices = variants(first.layout, config)
+            choices = self.variants(first.layout)
             for layout in choices[-1:] if is_slow else choices:
                 self.weigh(layout)
         for key, mistake in impossible.items():

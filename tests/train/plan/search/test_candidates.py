@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.train.plan.search.conftest import LARGE, budget
 from train.cli.command import compose
 from train.config import MESH_AXES
-from train.plan.search.candidates import Layout, layout_of, layouts, variants
+from train.plan.search.candidates import Layout, layout_of, layouts
+from train.plan.search.weigh import Weighing
 
 SIZES = st.sampled_from([1, 2, 4, 6, 8, 256]), st.integers(1, 5)
 
@@ -42,7 +44,8 @@ def test_meshes_are_distinct_and_use_all_devices(slice_size, slices, experts, le
     ],
 )
 def test_each_microbatch_has_whole_rows(mesh, overrides, steps):
-    choices = variants(mesh, compose(["data.batch_size=96", *overrides.split()]))
+    config = compose(["data.batch_size=96", *overrides.split()])
+    choices = Weighing(config, [], budget(LARGE), lambda: None).variants(mesh)
     assert {layout.accumulation_steps for layout in choices} == steps
     assert (choices[0].remat, choices[0].accumulation_steps) == ("none", 1)
     assert (choices[-1].remat, choices[-1].accumulation_steps) == ("full", max(steps))
@@ -66,7 +69,10 @@ def test_each_microbatch_has_whole_rows(mesh, overrides, steps):
 )
 def test_overrides_give_the_layout_to_any_command(layout, command):
     command = ["model=mixtral_8x7b", *command.split()]
-    overrides = layout.overrides(compose(command)).split()
+    overrides = layout.overrides(compose(command).mesh).split()
     devices = math.prod(getattr(layout, axis) for axis in MESH_AXES)
-    assert layout_of(compose([*command, *overrides]), devices) == layout
-    assert layout_of(layout.applied(compose(["mesh=planned"])), devices) == layout
+    by_overrides = compose([*command, *overrides])
+    applied = layout.applied(compose(["mesh=planned"]))
+    for config in (by_overrides, applied):
+        found = layout_of(config.mesh, config.train, num_devices=devices)
+        assert found == layout

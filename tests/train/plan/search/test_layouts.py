@@ -12,7 +12,7 @@ from train.plan.recomputing import POLICIES
 from train.plan.search import weigh
 from train.plan.search.candidates import Layout
 from train.plan.search.result import none_fits
-from train.plan.search.search import search
+from train.plan.search.search import Search
 
 MOMENTS = CHANGES[0]
 OFFLOAD = CHANGES[1]
@@ -31,7 +31,7 @@ def test_layouts_that_a_command_would_refuse_are_not_weighed(composed, monkeypat
     monkeypatch.setattr(weigh, "layouts", lambda *_: [stages, Layout(2, 4, dcn_data=2)])
     offload = "optimizer.offload=true", "train.offload=[residual]"
     config = composed(*ADAMW, "mesh=planned", *offload)
-    result = search(config, fake_devices(parse_target("v5e-4x2")), budget(LARGE))
+    result = Search(config, fake_devices(parse_target("v5e-4x2")), budget(LARGE)).run()
     assert {c.layout.pipeline for c in result.weighed} == {1}
     assert {*result.excluded} == {"train.offload", "optimizer.offload"}
 
@@ -43,12 +43,12 @@ def test_precision_is_changed_only_if_asked_for(composed, devices, monkeypatch):
     # This version compiles eight-bit moments on a TPU's host.
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
     config = composed(*ADAMW, "mesh=fsdp")
-    (plain,) = search(config, devices, budget(LARGE)).weighed
+    (plain,) = Search(config, devices, budget(LARGE)).run().weighed
     limit = budget(plain.needed - 1)
-    result = search(config, devices, limit)
+    result = Search(config, devices, limit).run()
     assert result.best is None
-    assert "search_precision=true" in none_fits(result, config)
-    result = search(config, devices, limit, precision=True)
+    assert "search_precision=true" in none_fits(result, config.mesh)
+    result = Search(config, devices, limit, precision=True).run()
     candidates = {c.layout.changes: c for c in result.weighed}
     int8 = (MOMENTS[1].override,)
     offload = (OFFLOAD[0].override,)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.train.plan.search.conftest import FEW, LARGE, MODEL, budget
 from train.errors import DOES_NOT_FIT, Exit
+from train.plan.budget import budget_of
 from train.plan.config import PlanConfig
 from train.plan.plan import estimate
 from train.plan.recomputing import format_policy
@@ -14,7 +15,7 @@ from train.plan.search import search as searching
 from train.plan.search import weigh
 from train.plan.search.candidates import Layout
 from train.plan.search.result import frontier, print_result
-from train.plan.search.search import choose, search
+from train.plan.search.search import Search
 from train.resolve.program import make_program
 
 
@@ -46,7 +47,7 @@ def compilers(monkeypatch):
 def test_the_fastest_layout_that_fits_is_best(composed, devices, capsys):
     # The search does not list this mesh.
     config = composed(*MODEL, "mesh=fsdp", "mesh.context=2")
-    result = search(config, devices, budget(LARGE))
+    result = Search(config, devices, budget(LARGE)).run()
     best = min((c for c in result.weighed if c.fits), key=lambda c: c.step_s)
     assert result.best == best
     (configured,) = (c for c in result.weighed if c.layout == result.given)
@@ -56,11 +57,11 @@ def test_the_fastest_layout_that_fits_is_best(composed, devices, capsys):
     assert {*result.excluded} == {"mesh.params.heads", "mesh.params.kv_heads"}
     smallest = min(result.weighed, key=lambda c: c.needed)
     assert {best, smallest} <= {*frontier(result.weighed)}
-    print_result(result, config)
+    print_result(result, config.mesh)
     printed = capsys.readouterr().out
     assert "the first of them: mesh.params.heads=tensor puts" in printed
-    assert f"{configured.layout.overrides(config)} (this config's)" in printed
-    assert f"best        {best.layout.overrides(config)}" in printed
+    assert f"{configured.layout.overrides(config.mesh)} (this config's)" in printed
+    assert f"best        {best.layout.overrides(config.mesh)}" in printed
     assert "compile this layout" in printed
 
 
@@ -75,50 +76,50 @@ def test_a_layout_that_cannot_be_estimated_is_counted_with_the_reason(
         return original(program, budget)
 
     monkeypatch.setattr(weigh, "estimate", fail)
-    result = search(config, devices, budget(LARGE))
+    result = Search(config, devices, budget(LARGE)).run()
     assert all(c.layout.tensor != 2 for c in result.weighed)
-    print_result(result, config)
+    print_result(result, config.mesh)
     printed = capsys.readouterr().out
     assert "mesh.tensor=2" in result.failed["ValueError"]
     assert result.failed["ValueError"] in printed
     monkeypatch.setattr(weigh, "layouts", lambda *_: [Layout(1, 4, 2)])
     with pytest.raises(RuntimeError, match="ValueError: no such kernel"):
-        search(composed(*MODEL, "mesh=planned"), devices, budget(LARGE))
+        Search(composed(*MODEL, "mesh=planned"), devices, budget(LARGE)).run()
 
 
 def test_a_search_is_cached(composed, config, devices, monkeypatch):
     beats = []
-    result = search(config, devices, budget(LARGE), beat=lambda: beats.append(1))
+    result = Search(config, devices, budget(LARGE), beat=lambda: beats.append(1)).run()
     assert len(beats) >= len(result.weighed)
     monkeypatch.delattr(searching, "Weighing")
-    second = search(composed(*MODEL, "mesh=fsdp"), devices, budget(LARGE))
+    second = Search(composed(*MODEL, "mesh=fsdp"), devices, budget(LARGE)).run()
     assert second.weighed == result.weighed
     assert second.given != result.given
     plan = PlanConfig(**{**vars(config), "seed": 1}, search_compiles=0)
-    assert search(plan, devices, budget(LARGE)) == result
+    assert Search(plan, devices, budget(LARGE)).run() == result
     for change in ("runtime.sparse_cores=false", "model.num_layers=6"):
         with pytest.raises(NameError):
-            search(composed(*MODEL, change), devices, budget(LARGE))
+            Search(composed(*MODEL, change), devices, budget(LARGE)).run()
 
 
 def test_finalists_are_compiled_as_small_copies_and_the_best_in_full(
     config, devices, compilers
 ):
     calls = compilers(lambda plan: LARGE, lambda plan: LARGE)
-    result = search(config, devices, budget(LARGE), compiles=4)
+    result = Search(config, devices, budget(LARGE)).run(compiles=4)
     assert calls == 4 * ["extrapolated"] + ["compiled"]
     assert result.best.how == "compiled"
     layouts = [c.layout for c in result.compiled]
     assert result.given in layouts
     assert {layout.remat for layout in layouts} == {*map(format_policy, FEW)}
-    assert search(config, devices, budget(LARGE), compiles=4) == result
+    assert Search(config, devices, budget(LARGE)).run(compiles=4) == result
     assert len(calls) == 5
 
 
 def test_if_the_best_does_not_fit_the_next_is_compiled(config, devices, compilers):
     sizes = [LARGE + 1, LARGE]
     calls = compilers(lambda plan: LARGE, lambda plan: sizes.pop(0))
-    result = search(config, devices, budget(LARGE), compiles=3)
+    result = Search(config, devices, budget(LARGE)).run(compiles=3)
     assert calls == 3 * ["extrapolated"] + 2 * ["compiled"]
     assert result.best.how == "compiled"
     assert result.compiled[-1].needed == LARGE + 1
@@ -127,17 +128,18 @@ def test_if_the_best_does_not_fit_the_next_is_compiled(config, devices, compiler
 def test_compiling_continues_until_a_layout_fits(config, devices, compilers):
     """Only the smallest layout is likely to fit, if all have the gap of the first."""
     limit = budget(LARGE)
-    smallest = min(c.needed for c in search(config, devices, limit).weighed)
+    smallest = min(c.needed for c in Search(config, devices, limit).run().weighed)
     calls = compilers(*2 * [lambda plan: plan.memory.needed.bytes + LARGE - smallest])
-    assert search(config, devices, limit, compiles=1, minutes=0).compiled == calls == []
-    result = search(config, devices, limit, compiles=1)
+    search = Search(config, devices, limit)
+    assert search.run(compiles=1, minutes=0).compiled == calls == []
+    result = search.run(compiles=1)
     assert result.best.needed == LARGE
     assert calls == ["extrapolated", "extrapolated", "compiled"]
 
 
-def test_without_a_compiler_a_margin_is_left(config, devices, monkeypatch):
+def test_without_a_compiler_a_margin_is_left(config, devices):
     """The needed memory is a lower bound if nothing is compiled."""
-    candidates = search(config, devices, budget(LARGE)).weighed
+    candidates = Search(config, devices, budget(LARGE)).run().weighed
     fastest = candidates[0]
     smallest = min(candidates, key=lambda c: c.needed)
     safe = next(c for c in candidates if c.needed < 0.85 * fastest.needed)
@@ -147,23 +149,22 @@ def test_without_a_compiler_a_margin_is_left(config, devices, monkeypatch):
         smallest.needed: smallest,
     }
     for size, expected in sizes.items():
-        room = budget(size)
-        monkeypatch.setattr(searching, "budget_of", lambda *_, room=room: room)
-        assert choose(config, devices) == expected.layout
+        assert Search(config, devices, budget(size)).choose() == expected.layout
 
 
 def test_if_none_fits_the_closest_is_named(config, devices, capsys):
-    result = search(config, devices, budget(2**20))
+    result = Search(config, devices, budget(2**20)).run()
     assert result.best is None
     smallest = min(result.weighed, key=lambda c: c.needed)
-    print_result(result, config)
+    print_result(result, config.mesh)
     printed = capsys.readouterr().out
-    assert f"needed by {smallest.layout.overrides(config)}" in printed
+    assert f"needed by {smallest.layout.overrides(config.mesh)}" in printed
     with pytest.raises(Exit, match="none fits") as error:
-        choose(config, devices, margin=0.99999)
+        Search(config, devices, budget_of(devices, margin=0.99999)).choose()
     assert error.value.code == DOES_NOT_FIT
 
 
 def test_devices_of_unknown_rates_are_all_on_fsdp(config):
-    layout = choose(config, jax.devices())
+    devices = jax.devices()
+    layout = Search(config, devices, budget_of(devices)).choose()
     assert (layout.data, layout.fsdp, layout.tensor) == (1, 8, 1)
