@@ -6,6 +6,7 @@ from data.batches import Order
 from data.phases import phases_of
 from model.choices import Mixer
 from model.params import ParamInfo, named
+from train.catalog import OPTIMIZERS
 from train.config import Transfer
 from train.console import print_table
 from train.core.loss.form import choose_form
@@ -13,8 +14,6 @@ from train.core.mesh_sizes import num_shards
 from train.core.program import Program
 from train.core.sharding import bytes_per_device
 from train.hardware.chips import peak_flops
-from train.optimizers.groups import group_members
-from train.optimizers.transfer import transfer_ratios
 from train.units import format_bytes, format_flops
 
 _NO_PEAK = "unknown peak, so MFU is not shown"
@@ -69,10 +68,10 @@ def _describe_groups(program: Program) -> None:
     """Print which parameters have another learning rate or another decay."""
     optimizer = program.config.optimizer
     if optimizer.transfer is not Transfer.none:
-        width, depth = transfer_ratios(optimizer, program.config.model)
+        width, depth = OPTIMIZERS.transfer_ratios(optimizer, program.config.model)
         text = f"{width:g} x the width and {depth:g} x the depth of the base"
         print(f"transfer    {optimizer.transfer}: {text}")
-    members = group_members(optimizer, program.infos)
+    members = OPTIMIZERS.group_members(optimizer, program.infos)
     for group, names in zip(optimizer.groups, members, strict=True):
         decay = group.weight_decay
         text = f"rate times {group.learning_rate:g}"

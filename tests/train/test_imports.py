@@ -23,7 +23,8 @@ train.config train.console train.identity
     train.core.recipe train.core.runtime train.core.sharding train.core.optimizer \
 train.optimizers train.core.spikes train.core.state train.core.loss train.core.rows \
 train.core.numerics train.core.step train.core.eval_step train.core.router_balance \
-train.core.program train.core.feed train.core.execution train.core.model_flops \
+train.catalog train.core.program train.core.feed train.core.execution \
+train.core.model_flops \
 train.evaluate.validation train.evaluate.harness train.evaluate.tasks train.describe \
 train.sample.generate train.sample.prompts
     train.distributed
@@ -51,21 +52,24 @@ RANK = {
     for name in part.split()
 }
 # These limits count the lines that a module reaches by imports, including imports
-# inside functions. A limit may only fall: lower it when a change allows it.
+# inside functions, but without what only a catalog brings. A limit may only fall: lower
+# it when a change allows it.
 MAX_REACHED_LINES = {
     "model.gpt": 4_400,
     "train.core.step": 6_700,
-    "train.core.program": 17_200,
-    "train.core.loop": 33_900,
-    "train.start": 37_100,
+    "train.core.program": 14_300,
+    "train.core.loop": 31_100,
+    "train.start": 34_300,
 }
+CATALOGS = {"model.catalog", "train.catalog"}  # They name all optional parts.
 # These imports inside functions do not count, each for its reason.
 RARE_IMPORTS = {
     ("train.preflight", "train.plan"): "only with mesh=planned",
     ("train.start", "train.prove"): "only with runtime.prove_kernels=true",
 }
 CORE = ("model", "train.core")
-PARTS = ("model.parts", "model.catalog")  # optional parts, and their catalog
+# These are the optional parts, and the catalogs that name them.
+PARTS = ("model.parts", "model.catalog", "train.optimizers", "train.catalog")
 CHOOSE_PARTS = ("train.core.program", "train.core.execution")
 COMMANDS = LAYERS.strip().split("\n")[-1].split()
 # The launcher knows the words of the command line: keys, exit codes, machine names.
@@ -143,12 +147,15 @@ def files() -> dict[str, Path]:
 
 
 def reached_from(files: dict[str, Path], start: str) -> set[str]:
-    """Return the modules that a module imports, directly and indirectly."""
+    """Return the modules that a module imports, directly and indirectly.
+
+    What only a catalog brings is left out.
+    """
     reached = set[str]()
     queue = [start]
     while queue:
         module = queue.pop()
-        if module in reached:
+        if module in reached or module in CATALOGS:
             continue
         reached.add(module)
         rare_imports = tuple(
@@ -173,6 +180,17 @@ def test_the_core_is_closed_under_import(files):
         if module.startswith(CORE) and not module.startswith((*PARTS, *CHOOSE_PARTS)):
             parts = {name for name in imports(path) if name.startswith(PARTS)}
             assert not parts, f"{module} imports {parts}"
+
+
+def test_only_the_catalog_imports_optimizers(files):
+    room = "train.optimizers"
+    importers = {
+        module
+        for module, path in files.items()
+        if any(name.startswith(room) for name in imports(path))
+    }
+    outside = {module for module in importers if not module.startswith(room)}
+    assert outside == {"train.catalog"}
 
 
 def test_a_step_knows_no_config(files):

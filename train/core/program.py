@@ -21,6 +21,7 @@ from model.count import num_active_params, num_params
 from model.execution import Execution
 from model.gpt import GPT, abstract_gpt, params_of
 from model.params import param_infos
+from train.catalog import OPTIMIZERS
 from train.config import Config, TrainConfig
 from train.core.eval_step import make_eval_step
 from train.core.execution import (
@@ -40,6 +41,7 @@ from train.core.mesh_sizes import (
     pipeline_of,
 )
 from train.core.model_flops import attention_flops, weight_flops
+from train.core.optimizer.make import make_optimizer
 from train.core.optimizer.update import Optimizer
 from train.core.recipe import Recipe
 from train.core.runtime import compiler_options
@@ -48,9 +50,6 @@ from train.core.state import TrainState, abstract_state, initial_state
 from train.core.step import make_train_step
 from train.errors import ConfigError, Mistake, check_all
 from train.hardware.collective_steps import collective_steps
-from train.optimizers.make import make_optimizer
-from train.optimizers.qk_clip import clip_scores
-from train.optimizers.transfer import transfer_factors
 
 
 @dataclass(frozen=True)
@@ -266,24 +265,21 @@ def make_program(
     )
     placement = choose_placement(config, mesh, collective_steps(mesh))
     execution = execution._replace(placement=placement)
-    clip = None
-    if (threshold := config.optimizer.qk_clip) is not None:
-        clip = functools.partial(clip_scores, config.model, threshold)
     optimizer = make_optimizer(
         config.optimizer,
         config.schedule.in_steps(config.data),
         schedule_steps or train.num_steps,
-        infos,
+        parts=OPTIMIZERS,
+        model=config.model,
+        infos=infos,
         compute_dtype=execution.numerics.compute_dtype,
         mesh=mesh,
         specs=specs,
         seed=config.seed,
         platform=devices[0].platform,
-        factors=transfer_factors(config.optimizer, config.model, infos),
         rate_factor=config.schedule.batch_factor(
             data.batch_size * data.sequence_length
         ),
-        clip_scores=clip,
     )
     state = abstract_state(config.model, MODEL_PARTS, optimizer, recipe_of(train))
     table = config.mesh.params
