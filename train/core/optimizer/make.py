@@ -1,10 +1,9 @@
 """Make the optimizer that a config describes, from the parts that are handed in."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -15,7 +14,7 @@ from train.core.optimizer.moments import MomentStorage
 from train.core.optimizer.parts import OptimizerParts, RuleInputs, UpdateRule
 from train.core.optimizer.rates import ParamRates, parameter_rates
 from train.core.optimizer.schedule import make_schedule
-from train.core.optimizer.update import Optimizer, UpdatePart
+from train.core.optimizer.update import Optimizer
 
 
 def make_optimizer(
@@ -67,7 +66,13 @@ def make_optimizer(
         clip_scores = partial(parts.clip_scores, model, config.qk_clip)
     update_layers = None
     if _needs_loop(config, rule, platform, mesh):
-        update_layers = _make_loop(config, parts, platform)
+        update_layers = partial(
+            parts.update_layer_by_layer,
+            on_host=config.offload,
+            # Compiling ahead of time, XLA:GPU does not learn which arguments are in
+            # host memory, and refuses to update moments there in place.
+            in_place=not (config.offload and platform == "gpu"),
+        )
     return Optimizer(
         rule.make_transform(
             config, RuleInputs(infos, rates, compute_dtype, mesh, specs)
@@ -121,21 +126,3 @@ def _needs_loop(
     has_eight_bits = config.moment_dtype is MomentDtype.int8
     is_split = rule.updates_by_layer and not is_pipelined
     return platform == "gpu" and has_eight_bits and is_split
-
-
-def _make_loop(
-    config: OptimizerConfig, parts: OptimizerParts, platform: str
-) -> Callable[[UpdatePart, Any, Any, Any], tuple[Any, Any, jax.Array]]:
-    """Return `Optimizer.update_layers`."""
-    # Compiling ahead of time, XLA:GPU does not learn which arguments are in host
-    # memory, and refuses to update moments there in place.
-    in_place = not (config.offload and platform == "gpu")
-
-    def update_layers(
-        update: UpdatePart, grads: Any, moments: Any, params: Any
-    ) -> tuple[Any, Any, jax.Array]:
-        return parts.update_layer_by_layer(
-            update, grads, moments, params, config.offload, in_place
-        )
-
-    return update_layers

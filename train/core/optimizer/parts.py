@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import optax
@@ -79,6 +79,23 @@ class UpdateRule:
     checks_again: bool = True
 
 
+@runtime_checkable
+class LayerLoop(Protocol):
+    """Updates one layer after another (train/optimizers/by_layer.py)."""
+
+    def __call__(
+        self,
+        update: UpdatePart,
+        grads: Any,
+        moments: Any,
+        params: Any,
+        on_host: bool,
+        in_place: bool,
+    ) -> tuple[Any, Any, jax.Array]:
+        """Return new parameters, new moments, and whether the update was accepted."""
+        ...
+
+
 @dataclass(frozen=True)
 class OptimizerParts:
     """The rules of all optimizers, and what changes their rates and their updates.
@@ -95,8 +112,7 @@ class OptimizerParts:
     fit_to_length: returns settings that fit a run of this many steps.
     clip_scores: maps a threshold, the bounds of all scores [L, N] and float32 weights
         to weights.
-    update_layer_by_layer: runs an update in a loop over layers. The last two arguments
-        are whether moments are in host memory, and whether they are updated in place.
+    update_layer_by_layer: runs an update in a loop over layers.
     """
 
     rules: Mapping[OptimizerName, UpdateRule]
@@ -108,6 +124,4 @@ class OptimizerParts:
     ]
     fit_to_length: Callable[[OptimizerConfig, int], OptimizerConfig]
     clip_scores: Callable[[ModelConfig, float, Float[Array, "L N"], Any], Any]
-    update_layer_by_layer: Callable[
-        [UpdatePart, Any, Any, Any, bool, bool], tuple[Any, Any, jax.Array]
-    ]
+    update_layer_by_layer: LayerLoop
