@@ -12,8 +12,7 @@ from train.core.layout import bytes_per_device
 from train.core.loss.form import choose_form
 from train.core.shards import num_shards
 from train.hardware.chips import peak_flops
-from train.optimizers.groups import group_members
-from train.optimizers.transfer import transfer_ratios
+from train.optimizers.catalog import OPTIMIZERS
 from train.resolve.program import ConfiguredProgram
 from train.units import format_bytes, format_flops
 
@@ -70,10 +69,10 @@ def _describe_groups(program: ConfiguredProgram) -> None:
     """Print which parameters have another learning rate or another decay."""
     optimizer = program.config.optimizer
     if optimizer.transfer is not Transfer.none:
-        width, depth = transfer_ratios(optimizer, program.config.model)
+        width, depth = OPTIMIZERS.transfer_ratios(optimizer, program.config.model)
         text = f"{width:g} x the width and {depth:g} x the depth of the base"
         print(f"transfer    {optimizer.transfer}: {text}")
-    members = group_members(optimizer, program.infos)
+    members = OPTIMIZERS.group_members(optimizer, program.infos)
     for group, names in zip(optimizer.groups, members, strict=True):
         decay = group.weight_decay
         text = f"rate times {group.learning_rate:g}"

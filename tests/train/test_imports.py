@@ -70,12 +70,11 @@ CORE = ("model", "train.core")
 # and these modules that write to the terminal or end the program.
 CORE_MAY = (*CORE, "train.config", "data.batch", "data.phases")
 CORE_MAY += ("train.console", "train.errors", "train.units")
-PARTS = ("model.parts", "model.catalog", "model.mixer_catalog")
+PARTS = ("model.parts", "model.catalog", "model.mixer_catalog", "train.optimizers")
 # What only a catalog brings does not count for these modules.
 WITHOUT_CATALOGS = ("train.start",)
 # Code outside these folders imports only their PUBLIC_MODULES (see `__init__.py`).
 ROOMS = ("data", "train.run", "train.plan", "train.prove", "train.distributed")
-CHOOSE_PARTS = ("train.core.program", "train.resolve.execution")
 COMMANDS = LAYERS.strip().split("\n")[-1].split()
 # The launcher knows the words of the command line: keys, exit codes, machine names.
 LAUNCH_MAY = ("launch", "train.config", "train.errors", "train.cli", "train.hardware")
@@ -253,6 +252,14 @@ def public_modules(files: dict[str, Path], package: str) -> Iterator[str]:
 def module_of(files: dict[str, Path], name: str) -> str:
     """Return the module that an imported name is or belongs to."""
     return name if name in files else name.rpartition(".")[0]
+
+
+def test_only_their_catalog_knows_the_optimizers(files):
+    room = "train.optimizers"
+    for module, path in files.items():
+        if not module.startswith(room):
+            names = {name for name in imports(path) if name.startswith(room)}
+            assert all(name.startswith(f"{room}.catalog") for name in names), module
 
 
 def test_a_step_knows_no_config(files):

@@ -10,20 +10,12 @@ from model.mixer_catalog import MIXERS
 from train.config import (
     BatchRule,
     Config,
-    OptimizerName,
     Schedule,
     ScheduleConfig,
     Transfer,
 )
 from train.identity import config_differences
 
-# Prefixes of the keys of `optimizer.*` that each optimizer ignores.
-_UNREAD_BY = {
-    OptimizerName.adamw: ("muon_",),
-    OptimizerName.muon: (),
-    OptimizerName.lion: ("muon_", "epsilon"),
-    OptimizerName.adafactor: ("muon_", "epsilon", "b1", "b2", "moment_dtype"),
-}
 _EXPERT_KEYS = (
     *("num_experts", "experts_per_token", "expert_dim", "shared_expert"),
     *("dense_layers", "experts_every", "router", "routed_scaling"),
@@ -119,7 +111,7 @@ def unread_key_warnings(config: Config) -> list[str]:
     ]
     unread += [
         (True, f"optimizer.{key}", f"optimizer.name is {optimizer}")
-        for key in _UNREAD_BY[optimizer]
+        for key in optimizer.unread_keys
     ]
     for name in (tracker.name for tracker in fields(config.tracker)):
         is_disabled = not getattr(config.tracker, name).enabled

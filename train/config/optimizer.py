@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, assert_never
 
 from annotated_types import Ge, Gt, Lt
 from typing_extensions import Doc
@@ -22,6 +22,21 @@ class OptimizerName(StrEnum):
     muon = "muon"
     adafactor = "adafactor"
     lion = "lion"
+
+    @property
+    def unread_keys(self) -> tuple[str, ...]:
+        """Prefixes of the keys of `optimizer.*` that have no effect on this rule."""
+        match self:
+            case OptimizerName.adamw:
+                return ("muon_",)
+            case OptimizerName.muon:
+                return ()
+            case OptimizerName.adafactor:
+                return ("muon_", "epsilon", "b1", "b2", "moment_dtype")
+            case OptimizerName.lion:
+                return ("muon_", "epsilon")
+            case _:
+                assert_never(self)
 
 
 class MuonScale(StrEnum):

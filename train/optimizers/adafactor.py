@@ -18,6 +18,9 @@ import jax.numpy as jnp
 import optax
 
 from model.params import ParamInfo, is_info
+from train.config import OptimizerConfig
+from train.core.optimizer.parts import RuleInputs, UpdateRule
+from train.core.optimizer.rates import with_rates
 
 _MIN_SQUARE = 1e-30
 _MIN_SCALE = 1e-3
@@ -119,3 +122,13 @@ def _root_mean_square(info: ParamInfo, x: jax.Array) -> jax.Array:
     dims = tuple(range(info.stack_dims, x.ndim))
     size = info.size(x.shape) // math.prod(x.shape[: info.stack_dims])
     return jnp.sqrt(jnp.sum(x * x, dims, keepdims=True) / size)
+
+
+def make_adafactor(
+    config: OptimizerConfig, inputs: RuleInputs
+) -> optax.GradientTransformation:
+    """Return Adafactor's transformation."""
+    return with_rates(scale_by_adafactor(inputs.infos), inputs.rates)
+
+
+ADAFACTOR = UpdateRule(make_adafactor)

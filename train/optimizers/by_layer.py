@@ -1,4 +1,4 @@
-"""UpdatePart one layer at a time, for moments in host memory or in eight bits.
+"""Update one layer at a time, for moments in host memory or in eight bits.
 
 Arrays W[L, ...] are updated in a loop over their layers. The moments of a layer are
 copied to the device, updated and copied back. So the device holds the moments of at

@@ -1,4 +1,4 @@
-"""Muon: orthogonalized momentum.
+"""Muon: orthogonalized momentum of matrices. AdamW updates all other parameters.
 
 Source: https://kellerjordan.github.io/posts/muon/; arXiv:2502.16982, equation 4, for
 the scale `rms`; arXiv:2602.15763 (Muon Split) for one matrix for each head.
@@ -17,8 +17,37 @@ from model.params import Kind, is_info
 from model.products import product
 from model.scopes import part_scope
 from train.config import MuonScale, OptimizerConfig
+from train.core.optimizer.adamw import make_adamw, max_adam_direction
+from train.core.optimizer.parts import RuleInputs, UpdateRule
+from train.core.optimizer.rates import ParamRates, add_decay, scale_by_rate
 from train.optimizers.matrix_dims import MatrixDims, matrix_dims
 from train.optimizers.whole_matrices import map_whole_matrices
+
+
+def make_muon(
+    config: OptimizerConfig, inputs: RuleInputs
+) -> optax.GradientTransformation:
+    """Return a transformation that updates matrices by Muon, and the rest by AdamW."""
+    labels = jax.tree.map(
+        lambda info: "muon" if info.kind is Kind.matrix else "adamw",
+        inputs.infos,
+        is_leaf=is_info,
+    )
+    momentum, orthogonalization = muon(
+        config,
+        inputs.infos,
+        compute_dtype=inputs.compute_dtype,
+        mesh=inputs.mesh,
+        specs=inputs.specs,
+    )
+    muon_part = optax.chain(
+        momentum,
+        orthogonalization,
+        add_decay(inputs.rates, optax.EmptyState()),
+        scale_by_rate(inputs.rates),
+    )
+    adamw_part = make_adamw(config, inputs)
+    return optax.partition({"muon": muon_part, "adamw": adamw_part}, labels)
 
 
 def muon(
@@ -107,3 +136,28 @@ def orthogonalize(x_LIO: jax.Array, compute_dtype: DTypeLike) -> jax.Array:
         mix = b * xx + c * product("lij,ljm->lim", xx, xx, compute_dtype)
         x = a * x + product("lij,ljo->lio", mix, x, compute_dtype)
     return x.swapaxes(1, 2) if tall else x
+
+
+def matrix_rates(config: OptimizerConfig) -> ParamRates:
+    """Return Muon's rate and decay."""
+    return ParamRates(config.muon_learning_rate, config.muon_weight_decay)
+
+
+def width_exponent(config: OptimizerConfig) -> float:
+    """Return the power of 1 / width that keeps Muon's updates the same at any width.
+
+    The scale `spectral` already fits all widths. With `rms`, updates grow by the root
+    of the width.
+    """
+    return 0.0 if config.muon_scale is MuonScale.spectral else 0.5
+
+
+# Muon's direction is below the root of a dim, so only Adam's needs a bound. Layers
+# cannot be updated one by one, because devices exchange all matrices together.
+MUON = UpdateRule(
+    make_muon,
+    max_adam_direction,
+    matrix_rates,
+    width_exponent,
+    checks_again=False,  # Products of Muon are too expensive to compute twice.
+)

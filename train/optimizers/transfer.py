@@ -33,7 +33,7 @@ from typing import Any
 from model.choices import Init, NormPlacement
 from model.config import ModelConfig
 from model.params import Kind, ParamInfo, is_info, named
-from train.config import MuonScale, OptimizerConfig, OptimizerName, Transfer
+from train.config import OptimizerConfig, Transfer
 from train.core.optimizer.factors import Factors
 
 _MODULE_BLOCK = re.compile(r"predict_ahead\.\d+\.block\.")
@@ -49,15 +49,16 @@ def transfer_ratios(config: OptimizerConfig, model: ModelConfig) -> tuple[float,
 
 
 def transfer_factors(
-    config: OptimizerConfig, model: ModelConfig, infos: Any
+    config: OptimizerConfig, model: ModelConfig, infos: Any, width_exponent: float
 ) -> dict[str, Factors]:
-    """Return the factors of each parameter by its dotted name; {} without transfer."""
+    """Return the factors of each parameter by its dotted name; {} without transfer.
+
+    Rates of matrices are multiplied by 1 / width to the power `width_exponent`, which
+    the optimizer's rule states.
+    """
     if config.transfer is Transfer.none:
         return {}
     width, depth = transfer_ratios(config, model)
-    exponent = 1.0
-    if config.name is OptimizerName.muon:
-        exponent = 0.0 if config.muon_scale is MuonScale.spectral else 0.5
     # Prediction modules have a last norm of their own before the same head.
     last = r"(predict_ahead\.\d+\.)?norm\." if model.tied_head else r"head\."
     factors = dict[str, Factors]()
@@ -68,7 +69,7 @@ def transfer_factors(
         epsilon = 1 / width
         if info.kind is Kind.matrix:
             initial = width**-0.5 if model.init is Init.gpt2 else 1.0
-            rate = width**-exponent
+            rate = width**-width_exponent
         if re.match(last, name):
             # The std of `scaled` already has m^-1/2.
             has_width = info.kind is Kind.table and model.init is not Init.gpt2

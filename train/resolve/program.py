@@ -4,7 +4,6 @@ Training, evaluation, sampling and the plan all start here. Nothing that runs af
 `make_program` reads `auto`, null or -1 from a config.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,14 +19,13 @@ from model.gpt import abstract_gpt, params_of
 from model.params import param_infos
 from train.config import Config, TrainConfig
 from train.core.layout import StateLayout, batch_shards
+from train.core.optimizer.make import make_optimizer
 from train.core.program import Program, sharded_state
 from train.core.recipe import Recipe
 from train.core.shards import PipelineSchedule
 from train.errors import ConfigError, Mistake, check_all
 from train.hardware.collective_steps import collective_steps
-from train.optimizers.make import make_optimizer
-from train.optimizers.qk_clip import clip_scores
-from train.optimizers.transfer import transfer_factors
+from train.optimizers.catalog import OPTIMIZERS
 from train.resolve.execution import ExecutionChoice, choose_placement
 from train.resolve.mesh import Device, make_mesh
 from train.resolve.mesh_sizes import (
@@ -154,24 +152,21 @@ def make_program(
     execution = execution._replace(placement=placement)
     layout = StateLayout(mesh, specs, rules, offload=config.optimizer.offload)
     recipe = recipe_of(train)
-    clip = None
-    if (threshold := config.optimizer.qk_clip) is not None:
-        clip = functools.partial(clip_scores, config.model, threshold)
     optimizer = make_optimizer(
         config.optimizer,
         config.schedule.in_steps(data),
         schedule_steps or train.num_steps,
-        infos,
+        parts=OPTIMIZERS,
+        model=config.model,
+        infos=infos,
         compute_dtype=execution.numerics.compute_dtype,
         mesh=mesh,
         specs=specs,
         seed=config.seed,
         platform=device.platform,
-        factors=transfer_factors(config.optimizer, config.model, infos),
         rate_factor=config.schedule.batch_factor(
             data.batch_size * data.sequence_length
         ),
-        clip_scores=clip,
     )
     return ConfiguredProgram(
         config=config,

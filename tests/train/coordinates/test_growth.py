@@ -1,16 +1,17 @@
 """The command checks that activations do not grow with the size of a model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import train.core.program
+import train.resolve.program
 from tests.train.conftest import Configure
 from train.coordinates.__main__ import CoordinatesConfig, coordinates_mistakes
 from train.coordinates.growth import compare_sizes
 from train.identity import training_config
-from train.optimizers.transfer import transfer_factors
+from train.optimizers.catalog import OPTIMIZERS
 
 BASE = ("optimizer.base_width=16", "optimizer.base_depth=2")
 KEYS = (
@@ -67,8 +68,8 @@ def test_a_broken_rule_is_named(
 ):
     """The parameter's rate does not follow the width or depth, or wrongly does."""
 
-    def break_rule(config, model, infos):
-        factors = transfer_factors(config, model, infos)
+    def break_rule(config, model, infos, width_exponent):
+        factors = OPTIMIZERS.transfer_factors(config, model, infos, width_exponent)
         width_ratio = model.embed_dim / 16
         depth_ratio = model.num_layers / 2
         for name, original in factors.items():
@@ -82,7 +83,8 @@ def test_a_broken_rule_is_named(
                 factors[name] = original._replace(learning_rate=rate)
         return factors
 
-    monkeypatch.setattr(train.core.program, "transfer_factors", break_rule)
+    broken = replace(OPTIMIZERS, transfer_factors=break_rule)
+    monkeypatch.setattr(train.resolve.program, "OPTIMIZERS", broken)
     sizes = ([16, 32, 64], []) if depth is None else ([], [2, 4, 8])
     assert compare(*sizes) == 5
     assert f"not flat    {culprit}" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import pytest
 from tests.train.core.optimizer.test_update import ADAMW, INFOS, MUON, draw, take_steps
 from train.config import ParameterGroup
 from train.errors import ConfigError
-from train.optimizers.groups import group_members, parameter_rates
+from train.optimizers.groups import group_members, group_of_parameters
 
 HALF = ParameterGroup("vec*", learning_rate=0.5, weight_decay=0.2)
 FROZEN = ParameterGroup("*", learning_rate=0.0)
@@ -44,6 +44,6 @@ def test_the_first_group_that_matches_a_parameter_has_it(config):
 def test_a_group_without_parameters_is_a_mistake():
     config = replace(ADAMW, groups=[FROZEN, ParameterGroup("*norm*"), HALF])
     with pytest.raises(ConfigError) as error:
-        parameter_rates(config, INFOS, {})
+        group_of_parameters(config, INFOS)
     keys = [mistake.key for mistake in error.value.mistakes]
     assert keys == ["optimizer.groups[1].match", "optimizer.groups[2].match"]

@@ -154,7 +154,7 @@ class Optimizer:
 
         # In a branch, the check does not change how XLA compiles the written values, so
         # their bits stay the same. The branch reads the state again and computes the
-        # update again, except for Muon, whose products are expensive.
+        # update again, unless its products are expensive.
         overflows = jax.lax.cond(
             accepted, count, lambda *_: jnp.float32(0), grads, moments, params
         )

@@ -12,9 +12,9 @@ from model.params import Kind, ParamInfo
 from tests.train.core.optimizer.test_update import (
     ADAMW,
     INFOS,
-    LEVEL,
     MUON,
     draw,
+    optimizer_of,
     take_steps,
 )
 from train.config import MomentDtype
@@ -25,7 +25,6 @@ from train.core.optimizer.moments import (
     to_eight_bits,
 )
 from train.core.optimizer.rounding import key_of_step, random_bits
-from train.optimizers.make import make_optimizer
 
 MATRIX = ParamInfo(("layers", "embed", "heads", "head_dim"), Kind.matrix, 1)
 SHAPE = (2, 6, 3, 4)
@@ -202,7 +201,7 @@ def test_an_update_layer_by_layer_equals_one_of_all_layers():
     config = replace(ADAMW, moment_dtype=MomentDtype.int8)
     results = []
     for platform in ("cpu", "gpu"):
-        optimizer = make_optimizer(config, LEVEL, 3, infos, platform=platform)
+        optimizer = optimizer_of(config, 3, infos, platform=platform)
         assert (optimizer.update_layers is not None) == (platform == "gpu")
         params = draw_tree(0)
         state = optimizer.init(params)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from model.config import ModelConfig
 from model.params import Kind, ParamInfo
 from train.config import (
     MuonScale,
@@ -16,8 +17,10 @@ from train.config import (
     Schedule,
     ScheduleConfig,
 )
+from train.core.optimizer.make import make_optimizer
 from train.core.optimizer.schedule import make_schedule
-from train.optimizers.make import make_optimizer
+from train.core.optimizer.update import Optimizer
+from train.optimizers.catalog import OPTIMIZERS
 
 INFOS = {
     "matrix": ParamInfo(("embed", "mlp"), Kind.matrix, 1),
@@ -38,9 +41,29 @@ def draw(seed: int, shapes=SHAPES) -> dict:
     return {k: jnp.array(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
 
 
+def optimizer_of(
+    config: OptimizerConfig,
+    num_steps: int,
+    infos=INFOS,
+    *,
+    schedule: ScheduleConfig = LEVEL,
+    platform: str = "cpu",
+) -> Optimizer:
+    """Return the optimizer of a config, for parameters that belong to no model."""
+    return make_optimizer(
+        config,
+        schedule,
+        num_steps,
+        parts=OPTIMIZERS,
+        model=ModelConfig(),
+        infos=infos,
+        platform=platform,
+    )
+
+
 def take_steps(config, params, num_steps, schedule=LEVEL, infos=INFOS, grads=None):
     """Return the parameters and the state after each step."""
-    optimizer = make_optimizer(config, schedule, num_steps, infos)
+    optimizer = optimizer_of(config, num_steps, infos, schedule=schedule)
     state = optimizer.init(params)
     history = []
     update = jax.jit(optimizer.update)
@@ -234,7 +257,7 @@ def test_an_update_that_overflows_writes_nothing(name):
     config = replace(ADAMW, name=name, ema_decay=0.9)
     steep_config = replace(config, learning_rate=3e38, muon_learning_rate=3e38)
     optimizer, overflowing = (
-        make_optimizer(variant, LEVEL, 2, INFOS) for variant in (config, steep_config)
+        optimizer_of(variant, 2) for variant in (config, steep_config)
     )
     params = draw(0)
     state = optimizer.init(params)
@@ -248,7 +271,7 @@ def test_an_update_that_overflows_writes_nothing(name):
 
 
 def checks_overflow(config) -> bool:
-    return make_optimizer(config, LEVEL, 1, INFOS).checks_overflow
+    return optimizer_of(config, 1).checks_overflow
 
 
 def test_only_updates_that_may_overflow_are_checked():
