@@ -81,15 +81,15 @@ def _directory_in(arguments: Sequence[str], step: epath.Path) -> epath.Path | No
     own = [text for text in arguments if keys[text].partition(".")[0] == "run"]
     try:
         config = compose(own, "branch", _schema(Config(), step))
-        return run_folder(_directory(config, step))
+        return run_folder(_directory(config.run, step))
     except ConfigError:  # reported with the other mistakes of the command line
         return None
 
 
-def _directory(config: Config, step: epath.Path) -> str:
+def _directory(run: RunConfig, step: epath.Path) -> str:
     """Return the branch's directory: by default, next to the trunk."""
     default_name = f"{step.parents[1].name}-{step.name}"
-    return config.run.dir or str(step.parents[2] / (config.run.name or default_name))
+    return run.dir or str(step.parents[2] / (run.name or default_name))
 
 
 def main(config: Config) -> int:
@@ -98,7 +98,7 @@ def main(config: Config) -> int:
     from train.start import start_run
 
     step = trunk_of(sys.argv[1:])
-    run_dir = _directory(config, step)
+    run_dir = _directory(config.run, step)
     if _directory_in(sys.argv[1:], step) != run_folder(run_dir):
         rule = "must not depend on other keys in a branch; write the name out"
         raise ConfigError([Mistake("run.name", config.run.name, rule)])

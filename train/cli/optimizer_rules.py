@@ -3,18 +3,26 @@
 import math
 from collections.abc import Iterator
 
+from data.config import DataConfig
+from model.config import ModelConfig
 from model.mixer_catalog import MIXERS
-from train.config import Config, OptimizerName, Transfer
+from train.config import (
+    OptimizerConfig,
+    OptimizerName,
+    ScheduleConfig,
+    Transfer,
+)
 from train.errors import Mistake
 
 
-def qk_clip_mistakes(config: Config) -> Iterator[Mistake]:
+def qk_clip_mistakes(
+    optimizer: OptimizerConfig, *, model: ModelConfig, data: DataConfig
+) -> Iterator[Mistake]:
     """Yield mistakes in `optimizer.qk_clip`: settings that it does not go with."""
-    threshold = config.optimizer.qk_clip
-    model = config.model
+    threshold = optimizer.qk_clip
     if threshold is None:
         return
-    length = config.data.sequence_length
+    length = data.sequence_length
     if threshold <= math.log(length):
         rule = f"must be above {math.log(length):.3g}, the log-sum-exp of scores of 0 "
         rule += f"with data.sequence_length={length}; take 100"
@@ -30,17 +38,17 @@ def qk_clip_mistakes(config: Config) -> Iterator[Mistake]:
         ("model.attention_sinks", model.attention_sinks, sinks),
         ("model.predict_ahead", model.predict_ahead, "has attention without clipping"),
         ("model.mixer", no_scores, "gives no layer scores"),
-        (offload, config.optimizer.offload, by_layer),
+        (offload, optimizer.offload, by_layer),
     ):
         if is_set:
             rule = f"must be null with {key}, which {reason}; change one of them"
             yield Mistake("optimizer.qk_clip", threshold, rule, (key,))
 
 
-def transfer_mistakes(config: Config) -> Iterator[Mistake]:
+def transfer_mistakes(
+    optimizer: OptimizerConfig, *, schedule: ScheduleConfig, num_steps: int
+) -> Iterator[Mistake]:
     """Yield mistakes in `optimizer.transfer` and `optimizer.base_*`."""
-    optimizer = config.optimizer
-    num_steps = config.train.num_steps
     name = optimizer.name
     transfer = optimizer.transfer
     if transfer is not Transfer.none:
@@ -54,7 +62,7 @@ def transfer_mistakes(config: Config) -> Iterator[Mistake]:
                 yield Mistake(f"optimizer.{key}", None, rule, ("optimizer.transfer",))
     if (base_steps := optimizer.base_steps) is None:
         return
-    if config.schedule.base_batch_tokens is not None:
+    if schedule.base_batch_tokens is not None:
         rule = "must be null with schedule.base_batch_tokens: both change rates if a "
         rule += "batch grows"
         related = ("schedule.base_batch_tokens",)

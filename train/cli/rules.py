@@ -21,12 +21,18 @@ from train.cli.optimizer_rules import qk_clip_mistakes, transfer_mistakes
 from train.config import (
     MESH_AXES,
     Config,
+    DistributedConfig,
     EvalSet,
     MeshConfig,
+    OptimizerConfig,
     OptimizerName,
     Remat,
+    RunConfig,
     Schedule,
     ScheduleConfig,
+    TraceConfig,
+    TrackerConfig,
+    TrainConfig,
 )
 from train.core.shards import listed
 from train.errors import Mistake, nearest
@@ -44,17 +50,26 @@ _DIM_PAIRS = (
 
 def config_mistakes(config: Config) -> list[Mistake]:
     """Return all mistakes between keys that do not depend on the devices."""
+    num_steps = config.train.num_steps
     return [
         *_model_mistakes(config.model),
         *(Mistake(f"data.{k}", v, rule) for k, v, rule in config.data.mistakes()),
-        *_cross_section_mistakes(config),
+        *_distributed_mistakes(config.distributed),
+        *_trace_mistakes(config.profile),
+        *_microbatch_mistakes(config.data, config.train),
+        *_run_mistakes(config.run, config.tracker),
+        *_row_mistakes(config.data, config.model),
+        *_point_mistakes(config.schedule),
+        *_schedule_mistakes(config.schedule.in_steps(config.data), num_steps),
         *_axis_size_mistakes(config.mesh),
         *_rule_table_mistakes(config.mesh),
-        *_expert_mistakes(config),
-        *_pipeline_mistakes(config),
-        *_offload_mistakes(config),
-        *qk_clip_mistakes(config),
-        *transfer_mistakes(config),
+        *_expert_mistakes(config.mesh, config.model),
+        *_pipeline_mistakes(config.mesh),
+        *_offload_mistakes(config.train, config.optimizer, mesh=config.mesh),
+        *qk_clip_mistakes(config.optimizer, model=config.model, data=config.data),
+        *transfer_mistakes(
+            config.optimizer, schedule=config.schedule, num_steps=num_steps
+        ),
         *eval_set_mistakes(config.eval.sets, config.data, "eval.sets"),
     ]
 
@@ -73,36 +88,45 @@ def _model_mistakes(model: ModelConfig) -> Iterator[Mistake]:
         yield Mistake(f"model.{rule.field}", rule.value, rule.text, related)
 
 
-def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
-    """Yield mistakes between sections, and in values that a bound cannot describe."""
-    model = config.model
-    data = config.data
-    run = config.run
-    address = config.distributed.coordinator_address
-    steps = config.profile.steps
-    accumulation = config.train.accumulation_steps
-    num_steps = config.train.num_steps
+def _distributed_mistakes(distributed: DistributedConfig) -> Iterator[Mistake]:
+    address = distributed.coordinator_address
     host, _, port = (address or "").rpartition(":")
     if address is not None and not (host and port.isdigit()):
         rule = "must be host:port of process 0, say 10.0.0.1:8476, or null"
         yield Mistake("distributed.coordinator_address", address, rule)
+
+
+def _trace_mistakes(profile: TraceConfig) -> Iterator[Mistake]:
+    steps = profile.steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] < steps[1]):
         rule = "must be two ascending steps from 1 on such as [10,12], or []"
         yield Mistake("profile.steps", steps, rule)
+
+
+def _microbatch_mistakes(data: DataConfig, train: TrainConfig) -> Iterator[Mistake]:
+    accumulation = train.accumulation_steps
     if data.batch_size % accumulation:
         rule = f"must be divisible by train.accumulation_steps={accumulation}; "
         rule += nearest(data.batch_size, accumulation)
         related = ("train.accumulation_steps",)
         yield Mistake("data.batch_size", data.batch_size, rule, related)
+
+
+def _run_mistakes(run: RunConfig, tracker: TrackerConfig) -> Iterator[Mistake]:
+    """Yield mistakes in the lease of a run, and in where its trackers write."""
     if run.lease_timeout_s < 4 * run.lease_interval_s:
         rule = f"must be at least 4 times run.lease_interval_s={run.lease_interval_s}, "
         rule += "or a busy owner is taken for dead"
         related = ("run.lease_interval_s",)
         yield Mistake("run.lease_timeout_s", run.lease_timeout_s, rule, related)
-    server_uri = config.tracker.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if config.tracker.mlflow.enabled and not server_uri and "://" in (run.dir or ""):
+    server_uri = tracker.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if tracker.mlflow.enabled and not server_uri and "://" in (run.dir or ""):
         rule = f"must name a server: MLflow keeps no files under run.dir={run.dir}"
         yield Mistake("tracker.mlflow.uri", None, rule, ("run.dir",))
+
+
+def _row_mistakes(data: DataConfig, model: ModelConfig) -> Iterator[Mistake]:
+    """Yield mistakes in the length of rows that a model reads."""
     is_learned = model.position is Position.learned
     limit = model.max_sequence_length
     if is_learned and limit is not None and data.sequence_length > limit:
@@ -115,11 +139,13 @@ def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
         rule += "would have a token so far ahead"
         related = ("model.predict_ahead",)
         yield Mistake("data.sequence_length", data.sequence_length, rule, related)
-    for i, point in enumerate(config.schedule.points):
+
+
+def _point_mistakes(schedule: ScheduleConfig) -> Iterator[Mistake]:
+    for i, point in enumerate(schedule.points):
         if [point.step, point.tokens, point.fraction].count(None) != 2:
             rule = "must have either a step, a number of tokens, or a fraction"
             yield Mistake(f"schedule.points[{i}]", asdict(point), rule)
-    yield from _schedule_mistakes(config.schedule.in_steps(data), num_steps)
 
 
 def _schedule_mistakes(schedule: ScheduleConfig, num_steps: int) -> Iterator[Mistake]:
@@ -218,10 +244,9 @@ def _rule_mistakes(key: str, name: str, axes: Any) -> Iterator[Mistake]:
         yield Mistake(key, axes, "must name each mesh axis once")
 
 
-def _pipeline_mistakes(config: Config) -> Iterator[Mistake]:
+def _pipeline_mistakes(mesh: MeshConfig) -> Iterator[Mistake]:
     """Yield mistakes in the placement of layers on pipeline stages."""
-    mesh = config.mesh
-    layers_axis = config.mesh.params.get("layers")
+    layers_axis = mesh.params.get("layers")
     if layers_axis not in (None, "pipeline"):
         rule = "must be pipeline, the axis whose devices are the stages, or null"
         yield Mistake("mesh.params.layers", layers_axis, rule)
@@ -233,10 +258,12 @@ def _pipeline_mistakes(config: Config) -> Iterator[Mistake]:
         yield Mistake("mesh.pipeline", mesh.pipeline, rule, related)
 
 
-def _offload_mistakes(config: Config) -> Iterator[Mistake]:
+def _offload_mistakes(
+    train: TrainConfig, optimizer: OptimizerConfig, *, mesh: MeshConfig
+) -> Iterator[Mistake]:
     """Yield mistakes in the offloading of activations and moments."""
-    remat = config.train.remat
-    names = config.train.offload
+    remat = train.remat
+    names = train.offload
     if names and remat is Remat.none:
         rule = "needs layers that are recomputed from it: add train.remat=full, or a "
         rule += "list of the results that stay on the device"
@@ -245,26 +272,25 @@ def _offload_mistakes(config: Config) -> Iterator[Mistake]:
         rule = f"names {shared[0]}, which train.remat keeps on the device; remove it "
         rule += "from one of them"
         yield Mistake("train.offload", names, rule, ("train.remat",))
-    if names and config.mesh.pipeline != 1:
+    if names and mesh.pipeline != 1:
         rule = "must be [] with mesh.pipeline, whose stages keep their activations; "
         rule += "use train.remat=full, or mesh.fsdp instead of the stages"
         yield Mistake("train.offload", names, rule, ("mesh.pipeline",))
-    if not config.optimizer.offload:
+    if not optimizer.offload:
         return
-    if config.optimizer.name is not OptimizerName.adamw:
-        rule = f"must be false with optimizer.name={config.optimizer.name}, which "
+    if optimizer.name is not OptimizerName.adamw:
+        rule = f"must be false with optimizer.name={optimizer.name}, which "
         rule += "does not update layer by layer; use optimizer=adamw"
         yield Mistake("optimizer.offload", True, rule, ("optimizer.name",))
-    if config.mesh.pipeline != 1:
+    if mesh.pipeline != 1:
         rule = "must be false with mesh.pipeline, whose stages have different layers; "
         rule += "use mesh.fsdp instead"
         yield Mistake("optimizer.offload", True, rule, ("mesh.pipeline",))
 
 
-def _expert_mistakes(config: Config) -> Iterator[Mistake]:
+def _expert_mistakes(mesh: MeshConfig, model: ModelConfig) -> Iterator[Mistake]:
     """Yield mistakes in the placement of experts on devices."""
-    mesh = config.mesh
-    is_dense = config.model.mlp is Mlp.dense
+    is_dense = model.mlp is Mlp.dense
     if is_dense and mesh.expert != 1:
         rule = "must be 1 with model.mlp=dense, which has no experts; use mesh.data "
         rule += "or mesh.fsdp instead"

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -14,7 +15,7 @@ from train.console import print_table
 from train.coordinates.measure import measure, resize
 from train.errors import FINISHED, NOT_PROVED, writing
 from train.page import write_page
-from train.resolve.program import settle
+from train.resolve.program import make_program, settle
 from train.run.folder import run_folder
 from train.run.report import TEMPLATE, chart
 
@@ -101,7 +102,8 @@ def _measure_curves(
         width = optimizer.base_width or config.model.embed_dim
         depth = optimizer.base_depth or _BASE_DEPTH
         width, depth = (size, depth) if axis == "width" else (width, size)
-        activations = measure(resize(config, width, depth), sources, steps)
+        program = make_program(resize(config, width, depth), jax.devices()[:1])
+        activations = measure(program, sources, steps)
         print(f"trained     {width} wide, {depth} deep", flush=True)
         for place, pair in _by_place(axis, activations, depth).items():
             for figure, value in zip(("size", "change"), pair.tolist(), strict=True):

@@ -17,7 +17,7 @@ from model.gpt import bind
 from model.taps import Taps
 from train.config import MESH_AXES, Config, DcnConfig, Schedule, ScheduleConfig
 from train.core.feed import place
-from train.resolve.program import ConfiguredProgram, make_program
+from train.resolve.program import ConfiguredProgram
 
 ROWS = 4
 LENGTH = 64
@@ -71,7 +71,7 @@ def resize(config: Config, width: int, depth: int) -> Config:
 
 
 def measure(
-    config: Config, sources: Sources, steps: int
+    program: ConfiguredProgram, sources: Sources, steps: int
 ) -> dict[str, Float[np.ndarray, "2 L"]]:
     """Return root mean squares of a batch's activations after some updates, by name.
 
@@ -79,7 +79,7 @@ def measure(
     difference from the initial model's. They are over several seeds. Results of layers
     have a column for each layer; "features" and "logits" have one column.
     """
-    program = make_program(config, jax.devices()[:1])
+    config = program.config
     order = Order(sources, config.data, config.seed)
     *batches, probe = (place(order.read(s), program.batch) for s in range(steps + 1))
     run = jax.jit(lambda params: _run_model(program, params, probe))

@@ -23,7 +23,6 @@ from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_files
 from model.choices import Position, Scaling
 from model.config import ModelConfig
 from model.params import named
-from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.pretrained.families import family_of
 from train.pretrained.family import Family
@@ -89,7 +88,7 @@ def write_folder(
     num_params = write_weights(folder, tensors, dict(named(params)), jnp.dtype(dtype))
     if is_writer:
         results = read_results(run_folder(config.run.dir or ""))
-        text = model_card(config, encoding, num_params, step, results)
+        text = model_card(program, encoding, num_params, step, results)
         write_atomically(folder / "README.md", text)
         settings = exported_settings(family, model, encoding, length, dtype)
         imported = encoding.files if isinstance(encoding, FolderEncoding) else {}
@@ -135,13 +134,14 @@ def exported_settings(
 
 
 def model_card(
-    config: Config,
+    program: ConfiguredProgram,
     encoding: tiktoken.Encoding,
     num_params: int,
     step: int,
     results: dict[str, Any],
 ) -> str:
     """Return a model card with the model, its training data and its validation loss."""
+    config = program.config
     tokens = tokens_before(config.data, step)
     lines = [
         f"# {config.model.name}",

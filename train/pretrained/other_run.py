@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
+from model.config import ModelConfig
 from model.params import ParamInfo, is_info
-from train.config import Config
+from train.config import Config, OptimizerConfig
 from train.core.state import TrainState
 from train.errors import ConfigError, Mistake, as_typed
 from train.identity import config_differences, is_covered
@@ -41,9 +42,9 @@ def check_run(path: str, program: ConfiguredProgram) -> dict[str, str]:
             checkpoint.
     """
     other_config = read_run(path)
-    if rules := [*_model_differences(other_config, program.config)]:
+    if rules := [*_model_differences(other_config.model, program.config.model)]:
         raise ConfigError([Mistake("init_from", path, rule) for rule in rules])
-    _program_of(other_config, program)
+    _program_of(other_config.model, other_config.optimizer, program)
     (_, seal) = sealed_files(path)
     content = (run_folder(path) / seal).read_bytes()
     return {"weights to start from": f"{seal} {hashlib.sha256(content).hexdigest()}"}
@@ -57,7 +58,7 @@ def read_run_weights(path: str, program: ConfiguredProgram) -> TrainState:
     """
     other_config = read_run(path)
     state = program.init()
-    other_program = _program_of(other_config, program)
+    other_program = _program_of(other_config.model, other_config.optimizer, program)
     folder = run_folder(path)
     saved = SavedSteps(folder / "checkpoints", run_id=recorded_run_id(folder))
     _, params = saved.restore_params(other_program.state, _newest_sealed_step(path))
@@ -98,28 +99,28 @@ def _newest_sealed_step(path: str) -> int:
     return max(sealed)
 
 
-def _program_of(other_config: Config, program: ConfiguredProgram) -> ConfiguredProgram:
-    """Return the other run's program on the devices of this run."""
+def _program_of(
+    model: ModelConfig, optimizer: OptimizerConfig, program: ConfiguredProgram
+) -> ConfiguredProgram:
+    """Return the program of the other run's model on the devices of this run."""
     own_config = program.config
     model = replace(
-        other_config.model,
+        model,
         attention=own_config.model.attention,
         compute_dtype=own_config.model.compute_dtype,
         dropout=own_config.model.dropout,
     )
-    config = replace(own_config, model=model, optimizer=other_config.optimizer)
+    config = replace(own_config, model=model, optimizer=optimizer)
     return make_program(config, [*program.mesh.devices.flat])
 
 
-def _model_differences(other_config: Config, own_config: Config) -> Iterator[str]:
+def _model_differences(other: ModelConfig, own: ModelConfig) -> Iterator[str]:
     """Yield a sentence for each key in which the other run's model differs."""
-    for change in config_differences(
-        Config(model=other_config.model), Config(model=own_config.model)
-    ):
+    for change in config_differences(Config(model=other), Config(model=own)):
         if not is_covered(change.key, _FREE_KEYS):
             old = as_typed(change.old)
             new = as_typed(change.new)
             yield f"has {change.key}={old}, this run {new}"
-    theirs, ours = (c.model.vocab_size or 0 for c in (other_config, own_config))
+    theirs, ours = (model.vocab_size or 0 for model in (other, own))
     if theirs > ours:
         yield f"has {theirs} tokens, model.vocab_size is {ours}; set it to {theirs}"

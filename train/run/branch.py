@@ -17,13 +17,14 @@ from typing import Any
 import jax.numpy as jnp
 from etils import epath
 
+from data.config import DataConfig
 from data.errors import DataError
 from data.phases import Phase, batch_number, phases_of
 from data.sources import Sources
 from data.storage import NotAFileError, copy_file, is_remote, write_atomically
 from train.cli.schema import config_yaml, read_yaml
 from train.config import Config, DistributedConfig, RunConfig
-from train.core.optimizer.schedule import make_schedule
+from train.core.optimizer.schedule import Factor, make_schedule
 from train.errors import CRASHED, ConfigError, Exit, Mistake
 from train.identity import ALLOWED, config_differences
 from train.masking import mask
@@ -160,7 +161,13 @@ def begin_branch(
         message = f"{path}: {trunk} cannot be copied: {error}. The same command copies "
         raise Exit(CRASHED, f"{message}it again") from error
     print(f"branch      of {trunk}", flush=True)
-    _warn_of_jump(step, config, old, saved["schedule_steps"])
+    schedule = config.schedule.in_steps(config.data)
+    old_schedule = old.schedule.in_steps(old.data)
+    _warn_of_jump(
+        step,
+        make_schedule(schedule, config.train.num_steps),
+        make_schedule(old_schedule, saved["schedule_steps"]),
+    )
 
 
 def _write_record(path: epath.Path, origin: Mapping[str, Any]) -> None:
@@ -226,7 +233,7 @@ def _metadata(
         raise ConfigError([Mistake("train.num_steps", config.train.num_steps, rule)])
     run = step.parents[1]
     number = int(step.name)
-    is_same = _batches_before(number, old) == _batches_before(number, config)
+    is_same = _batches_before(number, old.data) == _batches_before(number, config.data)
     allowed = _ALLOWED | _BATCH_KEYS if is_same else _ALLOWED - _BATCH_KEYS
     changes = config_differences(old, config, allowed)
     check_changes(run, old, config, sources=sources, last_start=saved, changes=changes)
@@ -236,20 +243,11 @@ def _metadata(
     return metadata | {"run_id": uuid.uuid4().hex}
 
 
-def _warn_of_jump(
-    step: epath.Path, config: Config, old: Config, old_steps: int
-) -> None:
-    """Log a warning if the trunk's schedule has another factor at this step.
-
-    `old_steps` is the length of the trunk's schedule.
-    """
-
-    def factor_at(config: Config, num_steps: int) -> float:
-        factor = make_schedule(config.schedule.in_steps(config.data), num_steps)
-        return float(factor(jnp.int32(int(step.name))))
-
-    factor = factor_at(config, config.train.num_steps)
-    old_factor = factor_at(old, old_steps)
+def _warn_of_jump(step: epath.Path, schedule: Factor, old_schedule: Factor) -> None:
+    """Log a warning if the trunk's schedule has another factor at this step."""
+    count = jnp.int32(int(step.name))
+    factor = float(schedule(count))
+    old_factor = float(old_schedule(count))
     if abs(factor - old_factor) > 0.01:
         log.warning(
             "the learning rate jumps at step %s: it has %.0f%% of the peak, and %.0f%% "
@@ -265,7 +263,7 @@ def _sealed_steps(checkpoints: epath.Path) -> list[int]:
     return [s for s in saved_steps(checkpoints) if is_sealed(checkpoints / str(s))]
 
 
-def _batches_before(step: int, config: Config) -> tuple[int, list[Phase]]:
+def _batches_before(step: int, data: DataConfig) -> tuple[int, list[Phase]]:
     """Return the number of the last batch before a step, and the phases until it."""
-    last = batch_number(step - 1, config.data.skip_batches)
-    return last, [p for p in phases_of(config.data) if p.first_batch <= last]
+    last = batch_number(step - 1, data.skip_batches)
+    return last, [p for p in phases_of(data) if p.first_batch <= last]

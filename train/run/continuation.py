@@ -14,7 +14,7 @@ from model.catalog import MODEL_PARTS
 from model.config import ModelConfig
 from model.gpt import abstract_gpt, params_of
 from model.params import named
-from train.config import Config, Schedule
+from train.config import Config, Schedule, ScheduleConfig
 from train.core.optimizer.schedule import make_schedule
 from train.errors import ConfigError, Mistake
 from train.identity import ChangeKind, Difference, config_differences, refused
@@ -112,11 +112,20 @@ def compare_with_run(
     newest_step, _ = newest_description(path / "checkpoints", run_id)
     newest_step = newest_step if rewind_to is None else min(newest_step, rewind_to)
     if newest_step > max(results_step, num_steps):
-        raise _passed_end(path, num_steps, newest_step, last_start, original)
+        target = changed.get("train.num_steps") or original.train.num_steps
+        raise _passed_end(path, num_steps, newest_step, target)
     finished = rewind_to is None and results_step >= num_steps
     schedule_steps = last_start.get("schedule_steps") or original.train.num_steps
     if not finished:
-        schedule_steps = _schedule_steps(config, schedule_steps, newest_step)
+        schedule = config.schedule.in_steps(config.data)
+        keeps_length = config.optimizer.base_steps is not None
+        schedule_steps = _schedule_steps(
+            schedule,
+            schedule_steps,
+            wanted_steps=num_steps,
+            newest_step=newest_step,
+            keeps_length=keeps_length,
+        )
     return Continuation(
         schedule_steps,
         run_id,
@@ -152,7 +161,9 @@ def check_changes(
             for c in changes
         ]
     if refused_changes := refused(changes, config.run.allow_change):
-        raise ConfigError(_refusals(refused_changes, path, original, config))
+        raise ConfigError(
+            _refusals(refused_changes, path, saved=original.model, wanted=config.model)
+        )
     earlier_changes = last_start.get("changes", {})
     new_choices = [
         change
@@ -168,15 +179,19 @@ def check_changes(
 
 
 def _refusals(
-    changes: list[Difference], path: epath.Path, original: Config, config: Config
+    changes: list[Difference],
+    path: epath.Path,
+    *,
+    saved: ModelConfig,
+    wanted: ModelConfig,
 ) -> list[Mistake]:
     """Return a mistake with its remedies for each refused change.
 
-    `run.allow_change` is advised only if the saved parameters fit the new model.
+    `run.allow_change` is advised only if the saved parameters fit the wanted model.
     """
     mistakes = []
     model_keys = {c.key for c in changes if c.key.startswith("model.")}
-    fits = not model_keys or _parameters_fit(original.model, config.model)
+    fits = not model_keys or _parameters_fit(saved, wanted)
     for change in changes:
         rule = f"differs from the run in {path}, which has {change.old}; take it back"
         if fits or change.key not in model_keys:
@@ -201,15 +216,21 @@ def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
     return saved_shapes == wanted_shapes
 
 
-def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> int:
+def _schedule_steps(
+    schedule: ScheduleConfig,
+    previous_steps: int,
+    *,
+    wanted_steps: int,
+    newest_step: int,
+    keeps_length: bool,
+) -> int:
     """Return the schedule's length; log if it differs from train.num_steps.
 
-    `newest_step` is the step that this start continues from.
+    `wanted_steps` is train.num_steps, and `newest_step` the step that this start
+    continues from. With `keeps_length`, the length stays as it is, without a message.
     """
-    schedule = config.schedule.in_steps(config.data)
-    wanted_steps = config.train.num_steps
     has_one_rate = schedule.name is Schedule.constant
-    if wanted_steps == previous_steps or has_one_rate or config.optimizer.base_steps:
+    if wanted_steps == previous_steps or has_one_rate or keeps_length:
         return previous_steps
     rate, new_rate = (
         make_schedule(schedule, n) for n in (previous_steps, wanted_steps)
@@ -247,12 +268,12 @@ def _passed_end(
     path: epath.Path,
     num_steps: int,
     newest_step: int,
-    last_start: Mapping[str, Any],
-    original: Config,
+    target: int,
 ) -> ConfigError:
-    """Return the error for a train.num_steps that the run has already passed."""
-    target = last_start.get("changes", {}).get("train.num_steps")
-    target = target or original.train.num_steps
+    """Return the error for a train.num_steps that the run has already passed.
+
+    `target` is the train.num_steps of the run's last start.
+    """
     rule = (
         f"is below step {newest_step}, which the run in {path} has reached on its way "
         f"to {target}; give at least {newest_step}, go back with run.rewind_to, or "
