@@ -23,12 +23,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
-
 from benchmarks.published_rows import TABLES, Row, read_rows
 from data.machine import cache_folder
 from train.cli.command import compose
-from train.config import Config, Platform
+from train.config import Platform
 from train.console import print_table
 from train.core.program import Program, make_program, settle
 from train.core.runtime import set_up
@@ -73,11 +71,6 @@ class Found(NamedTuple):
     cost: StepCost
     program: Program
     chip: Chip
-
-    @property
-    def arguments(self) -> tuple[StepCost, Config, Mesh, Chip]:
-        """The arguments of `train.plan.roofline.predict`."""
-        return self.cost, self.program.config, self.program.mesh, self.chip
 
 
 def executed(
@@ -177,10 +170,15 @@ def compare(row: Row, step_cost: Found) -> dict[str, Any]:
 
     `error` is the relative error of the predicted seconds per step.
     """
-    prediction = predict(*step_cost.arguments)
-    predictions = (
-        weak_scaling(*step_cost.arguments, [n for n, _ in row.kept]) if row.kept else []
-    )
+    program = step_cost.program
+    chip = step_cost.chip
+    prediction = predict(step_cost.cost, program.config, program.mesh, chip)
+    predictions = []
+    if row.kept:
+        slice_counts = [slices for slices, _ in row.kept]
+        predictions = weak_scaling(
+            step_cost.cost, program.config, program.mesh, chip, slice_counts
+        )
     chips = prediction.chips
     tokens = prediction.tokens
     flops_per_token = prediction.model_flops * prediction.devices / tokens
