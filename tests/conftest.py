@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,13 @@ def strict() -> Iterator[None]:
 def composed() -> Callable:
     """Compose `python -m train <overrides>`, with a vocabulary of 384 if none is set.
 
-    composed(*overrides) -> Config
+    composed(overrides) -> Config
     """
     from train.cli.command import compose
     from train.config import Config
     from train.resolve.program import settle
 
-    def composed(*overrides: str) -> Config:
+    def composed(overrides: Sequence[str] = ()) -> Config:
         return settle(compose(overrides), vocab_size=384)
 
     return composed

@@ -149,7 +149,7 @@ class Fleet:
                 )
             time.sleep(0.005)
 
-    def send(self, number: int, *processes: int) -> None:
+    def send(self, number: int, processes: Sequence[int] = ()) -> None:
         """Send a signal to some processes, or to all if none is named."""
         for process in processes or range(len(self)):
             if self.processes[process].poll() is None:

@@ -25,7 +25,7 @@ B200_ROWS = read_rows(TABLES["b200"])
 def compare_estimate(composed, row):
     """Return the comparison of a row with the estimate of its step."""
     *overrides, target = row.overrides
-    setup = machine(composed, target.removeprefix("target="), *overrides, base=BASE)
+    setup = machine(composed, target.removeprefix("target="), overrides, base=BASE)
     program = make_program(setup.config, list(setup.mesh.devices.flat))
     chip = published.chip_of(row, setup.chip)
     estimate = published.Found(estimate_step(program), program, chip)
@@ -42,7 +42,7 @@ def test_a_public_run_is_within_its_predicted_range(composed, name):
     (result,) = [row for row in results if row["how"] == "estimated"]
     assert row.use == result["use"] == "judged by"
     *overrides, target = row.overrides
-    setup = machine(composed, target.removeprefix("target="), *overrides, base=())
+    setup = machine(composed, target.removeprefix("target="), overrides, base=())
     cost = published.cost_of(result["cost"] | {"outside_layers": []})
     data = setup.config.data
     chip = published.chip_of(row, setup.chip)

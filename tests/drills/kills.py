@@ -63,15 +63,15 @@ def _disturb(fleet: Fleet, run: Run, chance: random.Random) -> tuple[str, str]:
     receivers = chance.choice([(0,), (1,), (0, 1)])
     kind = chance.choice(["SIGKILL", "SIGTERM", "SIGSTOP"])
     if kind != "SIGSTOP":
-        fleet.send(getattr(signal, kind), *receivers)
+        fleet.send(getattr(signal, kind), receivers)
         return f"{kind} to {len(receivers)}", moment
-    fleet.send(signal.SIGSTOP, *receivers)
+    fleet.send(signal.SIGSTOP, receivers)
     if len(receivers) == 1:  # the other process gives up after its heartbeat
         fleet.processes[1 - receivers[0]].wait(120)
     else:
         time.sleep(chance.uniform(1, 14))  # some pauses are shorter than the heartbeat
-    fleet.send(signal.SIGCONT, *receivers)
+    fleet.send(signal.SIGCONT, receivers)
     if len(receivers) == 2:
         time.sleep(1)
-        fleet.send(signal.SIGKILL, *receivers)
+        fleet.send(signal.SIGKILL, receivers)
     return f"SIGSTOP to {len(receivers)}", moment

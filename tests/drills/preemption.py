@@ -23,7 +23,7 @@ def after_steps(run: Run, fleet: Fleet, more: int = 3) -> None:
 def stopped(run: Run, fleet: Fleet, number: int, process: int = 0) -> int:
     """Send a signal, check that the run stops as promised, and return its step."""
     began = time.monotonic()
-    fleet.send(number, process)
+    fleet.send(number, [process])
     expect("exit codes", fleet.wait(60), [42] * len(fleet))
     took = time.monotonic() - began
     assert took < 15, f"it took {took:.1f} s"
@@ -172,7 +172,7 @@ def sigterm_while_two_processes_end(ground: Ground) -> str:
             fleet.await_that(lambda run=run: run.results)
             time.sleep(delay_s)
         began = time.monotonic()
-        fleet.send(signal.SIGTERM, 1)
+        fleet.send(signal.SIGTERM, [1])
         codes = fleet.wait(60)
         took = time.monotonic() - began
         allowed = [42] if delay_s is None else [0, 42]

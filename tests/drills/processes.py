@@ -22,10 +22,10 @@ def one_of_two_stopped(ground: Ground) -> str:
     fleet = run.start(count=2)
     fleet.await_that(lambda: 5 in run.sealed())
     began = time.monotonic()
-    fleet.send(signal.SIGSTOP, 1)
+    fleet.send(signal.SIGSTOP, [1])
     fleet.processes[0].wait(90)
     took = time.monotonic() - began
-    fleet.send(signal.SIGCONT, 1)
+    fleet.send(signal.SIGCONT, [1])
     codes = fleet.wait(60)
     expect("exit code of process 0", codes[0], _ABORTED)
     assert codes[1] != _KILLED, "process 1 had to be killed"
@@ -69,7 +69,7 @@ def process_0_of_two_killed(ground: Ground) -> str:
     ground.traceback = True
     fleet = run.start(count=2, port=port)
     fleet.await_that(lambda: 5 in run.sealed())
-    fleet.send(signal.SIGKILL, 0)
+    fleet.send(signal.SIGKILL, [0])
     began = time.monotonic()
     fleet.processes[1].wait(60)
     took = time.monotonic() - began
@@ -89,7 +89,7 @@ def process_1_of_two_killed(ground: Ground) -> str:
     ground.traceback = True
     fleet = run.start(count=2)
     fleet.await_that(lambda: 5 in run.sealed())
-    fleet.send(signal.SIGKILL, 1)
+    fleet.send(signal.SIGKILL, [1])
     began = time.monotonic()
     expect("exit codes", fleet.wait(), [_ABORTED, _KILLED])
     took = time.monotonic() - began

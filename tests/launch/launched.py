@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def launch(
-    folder: Path, *arguments: str, environment: Mapping[str, str] = NOTHING
+    folder: Path, arguments: Sequence[str], environment: Mapping[str, str] = NOTHING
 ) -> subprocess.Popen[str]:
     """Start `python -m launch` in a folder."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
@@ -38,10 +38,13 @@ def launch(
 
 
 def says(
-    folder: Path, *arguments: str, code: int = 0, environment: Mapping = NOTHING
+    folder: Path,
+    arguments: Sequence[str],
+    code: int = 0,
+    environment: Mapping[str, str] = NOTHING,
 ) -> str:
     """Run `python -m launch` to its end, and return its output."""
-    process = launch(folder, *arguments, environment=environment)
+    process = launch(folder, arguments, environment)
     output = process.communicate(timeout=TIMEOUT_S)[0]
     assert process.returncode == code, output
     return output
@@ -84,14 +87,14 @@ class LaunchedRun:
         self.arguments += of_text(folder)
         self._environment = environment
 
-    def says(self, *arguments: str, code: int = 0) -> str:
-        return says(self.folder, *arguments, code=code, environment=self._environment)
+    def says(self, arguments: Sequence[str], code: int = 0) -> str:
+        return says(self.folder, arguments, code, self._environment)
 
-    def submit(self, *more: str) -> str:
-        return self.says(*self.arguments, *more)
+    def submit(self, overrides: Sequence[str] = ()) -> str:
+        return self.says([*self.arguments, *overrides])
 
     def verb(self, action: str, *more: str) -> str:
-        return self.says(f"action={action}", self.only, *more)
+        return self.says([f"action={action}", self.only, *more])
 
     def submission(self, number: int) -> Path:
         return self.run.path / f"launch/{number}"

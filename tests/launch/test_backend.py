@@ -179,7 +179,7 @@ def test_render_asks_no_store_and_no_cluster(tmp_path, arguments, start, end, he
     keys = ["action=render", "run.dir=s3://nowhere/runs/a", f"output={tmp_path}/out"]
     keys += ["cluster.environment.SAID=hello", "tracker.wandb.project=$(A)"]
     keys += ["plan_first=false"]
-    stdout = says(tmp_path, *arguments, *keys, environment={"PATH": "/nowhere"})
+    stdout = says(tmp_path, [*arguments, *keys], environment={"PATH": "/nowhere"})
     first, _, output = stdout.partition("\n")
     assert first.startswith("# No plan was made (plan_first=false): ")
     assert output.startswith(start)

@@ -93,7 +93,7 @@ def test_an_abort_under_the_entrypoint_exits_with_134():
     assert run_in_namespace("raise SystemExit(42)", *words).returncode == 42
 
 
-def docker(*words: str) -> subprocess.CompletedProcess[str]:
+def docker(words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["docker", *words], capture_output=True, text=True)
 
 
@@ -113,7 +113,7 @@ def test_a_container_trains_as_any_user_and_stops_and_resumes(tmp_path: Path):
     train = ["python", "-P", "-m", "train", *TINY, "run.name=x"]
     train += ["data.path=/runs/text.txt", "checkpoint.save_interval_steps=1000"]
     first_start = docker(
-        *run_as_user, "--detach", IMAGE, *train, "train.num_steps=100000"
+        [*run_as_user, "--detach", IMAGE, *train, "train.num_steps=100000"]
     )
     assert first_start.returncode == 0, first_start.stderr
     container = first_start.stdout.strip()
@@ -123,15 +123,15 @@ def test_a_container_trains_as_any_user_and_stops_and_resumes(tmp_path: Path):
         while not metrics.exists() or metrics.read_text().count("\n") < 6:
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        docker("stop", "--time", "120", container)
-        code = docker("inspect", container, "--format", "{{.State.ExitCode}}").stdout
-        assert code.strip() == "42", docker("logs", container).stderr
+        docker(["stop", "--time", "120", container])
+        code = docker(["inspect", container, "--format", "{{.State.ExitCode}}"]).stdout
+        assert code.strip() == "42", docker(["logs", container]).stderr
     finally:
-        docker("rm", "--force", container)
+        docker(["rm", "--force", container])
     assert metrics.stat().st_uid == 23456
     saved_step = max(int(p.name) for p in (runs / "x/checkpoints").glob("[0-9]*"))
     second_start = docker(
-        *run_as_user, "--rm", IMAGE, *train, f"train.num_steps={saved_step + 5}"
+        [*run_as_user, "--rm", IMAGE, *train, f"train.num_steps={saved_step + 5}"]
     )
     assert second_start.returncode == 0, second_start.stderr
     rows = map(json.loads, metrics.read_text().splitlines())

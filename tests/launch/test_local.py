@@ -46,7 +46,7 @@ def test_killed_preempted_stopped_and_resumed(tmp_path):
     for text in ("\nkept running by process", "attempt 1", "137", "attempt 2"):
         assert text in status
     assert "42, 42, 42, 42: again" in status
-    refusal = run.says(*run.arguments, code=78)
+    refusal = run.says(run.arguments, code=78)
     assert "runs, or waits to run, on local" in refusal
     assert "step" in run.verb("logs")
 
@@ -59,8 +59,8 @@ def test_killed_preempted_stopped_and_resumed(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     only = f"run.dir={run.run.path}"
-    says(elsewhere, "action=resume", only)
-    text = says(elsewhere, "action=logs", "follow=true", only)  # until it ends
+    says(elsewhere, ["action=resume", only])
+    text = says(elsewhere, ["action=logs", "follow=true", only])  # until it ends
     assert f"from step {stop_step}\n" in text
     check_equal(run.run, run.straight(COUNT), STEPS)
     files = {file.name for file in run.submission(2).iterdir()}
@@ -70,7 +70,7 @@ def test_killed_preempted_stopped_and_resumed(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_saves_and_ends(tmp_path):
     run = local_run(tmp_path)
-    process = launch(tmp_path, *run.arguments, "cluster.processes=1")
+    process = launch(tmp_path, [*run.arguments, "cluster.processes=1"])
     run.await_steps()
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=TIMEOUT_S)[0]
@@ -111,7 +111,7 @@ def test_stop_ends_processes_that_outlived_their_supervisor(
 
 
 def test_verbs_need_a_run(tmp_path):
-    output = says(tmp_path, "action=logs", "run.name=nothing", code=78)
+    output = says(tmp_path, ["action=logs", "run.name=nothing"], code=78)
     assert "was never submitted" in output
     assert not list(tmp_path.iterdir())
 
@@ -119,8 +119,13 @@ def test_verbs_need_a_run(tmp_path):
 def test_mistakes_of_cluster_and_training_come_together(tmp_path):
     output = says(
         tmp_path,
-        *("cluster.processes=0", "cluster.environment={WANDB_API_KEY: very-secret}"),
-        *("train.num_steps=-1", "cluster.nodes=2", "follow=true"),
+        [
+            "cluster.processes=0",
+            "cluster.environment={WANDB_API_KEY: very-secret}",
+            "train.num_steps=-1",
+            "cluster.nodes=2",
+            "follow=true",
+        ],
         code=78,
     )
     assert "4 mistakes" in output or "5 mistakes" in output

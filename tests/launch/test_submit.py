@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,7 @@ def elsewhere(monkeypatch) -> Elsewhere:
     return backend
 
 
-def submit(monkeypatch, cluster, *arguments: str) -> None:
+def submit(monkeypatch, cluster, arguments: Sequence[str]) -> None:
     config = compose(arguments, "launch", schema_of("local"))
     monkeypatch.setattr(sys, "argv", ["launch", *arguments])
     assert door.main(replace(config, cluster=cluster)) == 0
@@ -58,7 +59,7 @@ def submit(monkeypatch, cluster, *arguments: str) -> None:
 
 def test_the_record_holds_the_archive(elsewhere, tmp_path: Path, monkeypatch):
     arguments = [f"run.dir={tmp_path}/runs/x", "tracker=none"]
-    submit(monkeypatch, Away(), *arguments)
+    submit(monkeypatch, Away(), arguments)
     folder = tmp_path / "runs/x/launch/1"
     packed = (folder / ARCHIVE).read_bytes()
     assert contents(packed).keys() == {*files_to_pack(REPOSITORY)}
@@ -67,7 +68,7 @@ def test_the_record_holds_the_archive(elsewhere, tmp_path: Path, monkeypatch):
     assert json.loads((folder / "record.json").read_text())["code"] == sha
     words = elsewhere.job.command(sys.executable, Code.archive)
     assert words[1:3] == [str(folder / UNPACK), str(folder / ARCHIVE)]
-    submit(monkeypatch, LocalCluster(), *arguments)
+    submit(monkeypatch, LocalCluster(), arguments)
     assert not (tmp_path / "runs/x/launch/2" / ARCHIVE).exists()
     record = json.loads((tmp_path / "runs/x/launch/2/record.json").read_text())
     assert record["code"] is None
@@ -76,18 +77,18 @@ def test_the_record_holds_the_archive(elsewhere, tmp_path: Path, monkeypatch):
 def test_a_stopped_run_resumes_in_a_folder_without_the_stop_file(
     elsewhere, tmp_path, monkeypatch
 ):
-    submit(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x", "tracker=none")
+    submit(monkeypatch, LocalCluster(), [f"run.dir={tmp_path}/runs/x", "tracker=none"])
     (tmp_path / "runs/x/launch/1" / STOP).touch()
-    submit(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x", "action=resume")
+    submit(monkeypatch, LocalCluster(), [f"run.dir={tmp_path}/runs/x", "action=resume"])
     assert elsewhere.submission.number == 2
     assert not (elsewhere.submission.folder / STOP).exists()
 
 
 def test_resume_warns_of_keys_without_effect(elsewhere, tmp_path, monkeypatch, caplog):
     arguments = (f"run.dir={tmp_path}/runs/x", "tracker=none", "model.num_layers=2")
-    submit(monkeypatch, LocalCluster(), *arguments)
+    submit(monkeypatch, LocalCluster(), arguments)
     keys = "action=resume", "force=true", "run.rewind_to=20", "train.num_steps=99"
-    submit(monkeypatch, LocalCluster(), *arguments, *keys)
+    submit(monkeypatch, LocalCluster(), [*arguments, *keys])
     assert elsewhere.submission.arguments == arguments
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     effects = [text.partition(":")[0] for text in warnings]
@@ -101,11 +102,11 @@ def test_render_writes_the_script_and_the_archive(
 ):
     arguments = [f"run.dir={tmp_path}/runs/x", "action=render"]
     cluster = Away()
-    submit(monkeypatch, cluster, *arguments, f"output={tmp_path}/out")
+    submit(monkeypatch, cluster, [*arguments, f"output={tmp_path}/out"])
     assert {f.name for f in (tmp_path / "out").iterdir()} == {
         *("job.sh", ARCHIVE, UNPACK)
     }
-    submit(monkeypatch, cluster, *arguments)
+    submit(monkeypatch, cluster, arguments)
     assert "# ---- job.sh\nline\n" in capsys.readouterr().out
 
 
@@ -135,7 +136,7 @@ def test_what_the_plan_refuses_is_neither_submitted_nor_rendered(
     monkeypatch.chdir(tmp_path)
     for plan.code in (4, 65, 78):
         with pytest.raises(Exit, match="Refused: the plan says") as refused:
-            submit(monkeypatch, Away(), f"run.dir={tmp_path}/x", f"action={action}")
+            submit(monkeypatch, Away(), [f"run.dir={tmp_path}/x", f"action={action}"])
         assert refused.value.code == plan.code
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "x").exists()
@@ -156,7 +157,7 @@ def test_render_asks_for_the_planned_memory_or_says_why_there_is_no_plan(
     monkeypatch.chdir(tmp_path)
     plan.code = code
     keys = (f"run.dir={tmp_path}/x", "action=render")
-    submit(monkeypatch, LocalCluster(), *keys, *more)
+    submit(monkeypatch, LocalCluster(), [*keys, *more])
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line[: len(first)] for line in lines] == [first] * bool(first)
     assert last == f"memory={memory}"
@@ -182,7 +183,7 @@ def test_a_refusal_by_the_plan_comes_before_an_unreachable_directory(
     monkeypatch.chdir(tmp_path)
     plan.code = 78
     with pytest.raises(Exit, match="Refused: the plan says"):
-        submit(monkeypatch, Away(), "run.dir=s3://nowhere/runs/x")
+        submit(monkeypatch, Away(), ["run.dir=s3://nowhere/runs/x"])
 
 
 def test_an_unreachable_directory_is_reported_in_one_line(
@@ -191,7 +192,7 @@ def test_an_unreachable_directory_is_reported_in_one_line(
     monkeypatch.setattr("data.storage.ANSWER_S", 0.2)
     keys = "run.dir=s3://nowhere/runs/x", "action=status"
     with pytest.raises(Exit, match=r"s3://nowhere/runs/x.*: cannot be read") as raised:
-        submit(monkeypatch, LocalCluster(), *keys)
+        submit(monkeypatch, LocalCluster(), keys)
     assert "\n" not in str(raised.value)
     assert raised.value.code == 1
 
@@ -201,4 +202,4 @@ def test_a_directory_that_cannot_be_written_is_a_wrong_config(
 ):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be read or written: Not a directory"):
-        submit(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/file/run")
+        submit(monkeypatch, LocalCluster(), [f"run.dir={tmp_path}/file/run"])

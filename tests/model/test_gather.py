@@ -33,7 +33,7 @@ def run():
     return run
 
 
-def numbers(*shape):
+def numbers(shape):
     """Return whole numbers, whose sums are exact in any order."""
     return jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape) % 13
 
@@ -63,10 +63,10 @@ def test_weights_are_gathered_and_gradients_are_scattered(run, dim, axes, option
     placement = WeightPlacement(((dim, axes),), replica_axes, **options)
     spec = [None] * len(SHAPE)
     spec[dim] = axes
-    weight = numbers(*SHAPE)
+    weight = numbers(SHAPE)
     actual = run(placement.gather, weight, PartitionSpec(*spec), PartitionSpec())
     np.testing.assert_array_equal(actual, weight)
-    gradients = numbers(8, *SHAPE)  # Each of eight devices has one.
+    gradients = numbers((8, *SHAPE))  # Each of eight devices has one.
     rows = PartitionSpec(("data", "fsdp"))
     actual = run(
         lambda x: placement.reduce_scatter(x[0]), gradients, rows, PartitionSpec(*spec)
@@ -81,7 +81,7 @@ def test_a_tpu_rounds_each_layers_shard_separately(run, columns, pinned, automat
     placement = WeightPlacement(
         ((0, ("fsdp",)),), platform="tpu", has_automatic_axes=automatic
     )
-    weight = numbers(16, columns) + 2**-12
+    weight = numbers((16, columns)) + 2**-12
     shard = PartitionSpec("fsdp")
     everywhere = PartitionSpec()
     actual = run(

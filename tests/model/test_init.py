@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("strict")
 
 def test_gpt2_starts_with_the_published_spreads(composed):
     narrow = "model.embed_dim=384", "model.num_heads=6", "model.vocab_size=8192"
-    config = composed("model=gpt2_124m", *narrow).model
+    config = composed(["model=gpt2_124m", *narrow]).model
     params = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0), MODEL_PARTS)))()
     params = jax.tree.map(np.asarray, params)
     into_residual = 0.02 / math.sqrt(2 * config.num_layers)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("strict")
 def test_a_preset_has_the_published_numbers_of_parameters(
     composed, preset, total, active
 ):
-    model = abstract_gpt(composed(f"model={preset}").model, MODEL_PARTS)
+    model = abstract_gpt(composed([f"model={preset}"]).model, MODEL_PARTS)
     assert (num_params(model), num_active_params(model)) == (total, active)
 
 

@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -115,14 +115,17 @@ Compile = Callable[..., Compiled]
 
 
 def make_compile(composed: Callable) -> Compile:
-    """Return compile_step(*overrides), which compiles for this CPU's devices."""
+    """Return compile_step(overrides), which compiles for this CPU's devices."""
 
     @functools.cache
-    def compile_step(*overrides: str) -> Compiled:
-        program = make_program(composed(*SHAPE, *overrides), jax.devices())
+    def compile_once(overrides: tuple[str, ...]) -> Compiled:
+        program = make_program(composed([*SHAPE, *overrides]), jax.devices())
         traced = program.train_step.trace(program.state, program.batch)
         text = traced.lower().compile().as_text() or ""
         return read_step(program, text)
+
+    def compile_step(overrides: Sequence[str]) -> Compiled:
+        return compile_once(tuple(overrides))
 
     return compile_step
 
@@ -133,7 +136,7 @@ def make_stored(composed: Callable) -> Compile:
     @functools.cache
     def stored_step(name: str) -> Compiled:
         target, overrides = (STEPS | KEPT)[name]
-        config = composed(*SHAPE, *overrides)
+        config = composed([*SHAPE, *overrides])
         with mock.patch.object(devices.importlib.util, "find_spec", return_value=None):
             chips = devices.fake_devices(parse_target(target))
         text = gzip.decompress((STORE / f"{name}.txt.gz").read_bytes()).decode()

@@ -5,7 +5,7 @@ import inspect
 import json.decoder
 import os
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -76,8 +76,11 @@ def configure(composed: Configure) -> Configure:
     """Compose a tiny config from the presets and overrides."""
 
     @functools.cache
-    def configure(*overrides: str) -> Config:
-        return composed(*TINY, *overrides)
+    def configure_once(overrides: tuple[str, ...]) -> Config:
+        return composed([*TINY, *overrides])
+
+    def configure(overrides: Sequence[str] = ()) -> Config:
+        return configure_once(tuple(overrides))
 
     return configure
 
@@ -99,7 +102,9 @@ def store(
 ) -> Sources:
     """Return the tokens of `text`."""
     cache = tmp_path_factory.mktemp("store")
-    return open_sources(configure(f"data.path={text}", f"data.cache_dir={cache}").data)
+    return open_sources(
+        configure([f"data.path={text}", f"data.cache_dir={cache}"]).data
+    )
 
 
 @pytest.fixture(scope="session")
@@ -107,8 +112,11 @@ def programs(configure: Configure, store: Sources) -> Programs:
     """Return the program of a tiny config on the first `devices` devices."""
 
     @functools.cache
-    def program(*overrides: str, devices: int = 1) -> ConfiguredProgram:
-        return make_program(configure(*overrides), jax.devices()[:devices])
+    def program_once(overrides: tuple[str, ...], devices: int) -> ConfiguredProgram:
+        return make_program(configure(overrides), jax.devices()[:devices])
+
+    def program(overrides: Sequence[str] = (), devices: int = 1) -> ConfiguredProgram:
+        return program_once(tuple(overrides), devices)
 
     return program
 
@@ -121,11 +129,12 @@ def gradients(programs: Programs, store: Sources) -> Callable:
     """
     steps = {}
 
-    def gradients(*overrides, devices=8, batch=None, balance=None):
-        program = programs(*overrides, devices=devices)
-        if overrides not in steps:
+    def gradients(overrides, devices=8, batch=None, balance=None):
+        program = programs(overrides, devices=devices)
+        key = tuple(overrides)
+        if key not in steps:
             step = make_gradients(program.model, program.execution, program.recipe)
-            steps[overrides] = jax.jit(step)
+            steps[key] = jax.jit(step)
         if batch is None:
             batch = Order(store, program.config.data, 0).read(0)
             assert (batch.targets < 0).any()  # documents end inside of rows
@@ -135,7 +144,7 @@ def gradients(programs: Programs, store: Sources) -> Callable:
             router["balance"] = router["balance"] + jnp.asarray(balance)
         params = jax.device_put(params, program.shardings.params)
         batch = place(batch, program.batch)
-        result = jax.device_get(steps[overrides](params, batch))
+        result = jax.device_get(steps[key](params, batch))
         return result.losses[0], result.grads, result.load_LE
 
     return gradients

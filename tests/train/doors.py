@@ -4,7 +4,7 @@ import inspect
 import json
 import subprocess
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -67,7 +67,7 @@ def door(folder: Path, forks: Forks) -> Door:
 
     def run(
         path: Path | str,
-        *overrides: str,
+        overrides: Sequence[str] = (),
         at_step: int = 0,
         number: int = 0,
         module: str = "train",

@@ -1,6 +1,6 @@
 """Make meshes on stand-ins for machines, without compilers, and steps on them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
@@ -52,12 +52,12 @@ class Machine(NamedTuple):
 def machine(
     composed: Callable[..., Config],
     name: str,
-    *overrides: str,
-    base: tuple[str, ...] = FULL,
+    overrides: Sequence[str],
+    base: Sequence[str] = FULL,
 ) -> Machine:
     """Lay a config out on stand-ins for the devices of a target."""
     target = parse_target(name)
-    config = composed(*base, *overrides)
+    config = composed([*base, *overrides])
     with mock.patch.object(topology.importlib.util, "find_spec", return_value=None):
         devices = topology.fake_devices(target)
     return Machine(config, make_mesh(config.mesh, devices), target.chip)
@@ -67,15 +67,15 @@ def execution(
     products: float,
     memory: int,
     *sent: CollectiveTotal,
-    beside: int = 0,
+    product_bytes: int = 0,
     needed: float = 0.0,
 ) -> StepCost:
     """Return a step with these FLOPs and bytes.
 
-    `needed` is the FLOPs of the model, which are `products` if it is zero. `beside` is
-    the number of bytes that instructions with matrix products move.
+    `needed` is the FLOPs of the model, which are `products` if it is zero. Of the
+    `memory` bytes, instructions with matrix products move `product_bytes`.
     """
-    hbm_bytes = HbmBytes(beside, memory - beside)
+    hbm_bytes = HbmBytes(product_bytes, memory - product_bytes)
     step = SectionCost("step", Flops(products), hbm_bytes, list(sent))
     return StepCost(needed or products, (step,), [])
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -45,7 +45,7 @@ LEVEL = ("schedule=constant", "checkpoint.keep_every_steps=5")
 @pytest.fixture(scope="module")
 def trunk(folder: Path, door: Door) -> Path:
     """Train twenty steps at a constant learning rate, with a checkpoint every five."""
-    result = door(folder / "trunk", *LEVEL)
+    result = door(folder / "trunk", LEVEL)
     assert result.returncode == 0, result.stderr
     return folder / "trunk"
 
@@ -54,7 +54,7 @@ def trunk(folder: Path, door: Door) -> Path:
 def branch(trunk: Path, folder: Path, forks: Forks):
     """Start a branch with `python -m train.branch`, given a step and overrides."""
 
-    def branch(step: int, *overrides: str, drill: str = "") -> Result:
+    def branch(step: int, overrides: Sequence[str] = (), drill: str = "") -> Result:
         words = ["-m", "train.branch", f"from={trunk}@{step}", *overrides]
         words.append("runtime.allow_fault_injection=true")
         return forks.run(words, folder, {"LONGHAUL_DRILL": drill})
@@ -77,9 +77,9 @@ def test_a_branch_decays_and_an_unchanged_branch_equals_its_trunk(trunk, branch)
 
     decay = ("train.num_steps=13", "schedule.name=wsd", "schedule.decay_steps=5")
     decay += ("schedule.final_fraction=0.5", "optimizer.weight_decay=0.2")
-    crash = branch(5, *decay, drill="crash:0:9")
+    crash = branch(5, decay, drill="crash:0:9")
     assert crash.returncode == 1, crash.stderr
-    result = branch(5, *decay)
+    result = branch(5, decay)
     assert result.returncode == 0, result.stderr
     run = trunk.parent / "trunk-5"
     assert [line["step"] for line in steps(run)] == list(range(1, 14))

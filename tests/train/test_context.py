@@ -20,8 +20,8 @@ def test_replicated_key_heads_meet_their_own_queries(gradients, way):
     """A device has four of the eight query heads, and all four key heads."""
     replicated_heads = ("mesh.params.kv_heads=null", "mesh.activations.kv_heads=null")
     mesh = ("mesh.context=2", "mesh.tensor=2", "mesh.fsdp=2", way, *replicated_heads)
-    loss, grads, _ = gradients(*GROUPED, "mesh=single", devices=1)
-    actual = gradients(*GROUPED, *mesh)
+    loss, grads, _ = gradients([*GROUPED, "mesh=single"], devices=1)
+    actual = gradients([*GROUPED, *mesh])
     assert actual[0] == pytest.approx(loss, rel=1e-5)
     assert distance(actual[1], grads) < 1e-5
 
@@ -49,7 +49,7 @@ def test_no_loss_depends_on_later_tokens(gradients, programs, window):
             segment_ids=documents.astype(np.int32),
             positions=positions,
         )
-        _, grads, _ = gradients(*overrides, batch=batch)
+        _, grads, _ = gradients(overrides, batch=batch)
         rows = np.abs(grads["embedding"]["weight"][: B * T]).sum(1).reshape(B, T)
         same_document = documents == np.take_along_axis(
             documents, target_positions, axis=1
@@ -79,12 +79,16 @@ def test_no_loss_depends_on_later_tokens(gradients, programs, window):
 def test_a_context_attention_that_can_serve_is_chosen(
     asked, kernel, length, kv_heads, answer
 ):
-    arguments = Attention(kernel), 4, length, kv_heads
+    requested = ContextAttention(asked)
+    attention = Attention(kernel)
     if answer in list(ContextAttention):
-        assert choose_context_attention(ContextAttention(asked), *arguments) == answer
+        assert (
+            choose_context_attention(requested, attention, 4, length, kv_heads)
+            == answer
+        )
         return
     with pytest.raises(ValueError, match=answer):
-        choose_context_attention(ContextAttention(asked), *arguments)
+        choose_context_attention(requested, attention, 4, length, kv_heads)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from train.units import format_flops
 
 @pytest.fixture(scope="module")
 def program(programs):
-    return programs(*CUBE, devices=8)
+    return programs(CUBE, devices=8)
 
 
 def test_the_table_shows_each_parameter_with_its_spec(program, capsys):
@@ -89,7 +89,7 @@ def test_the_line_of_the_loss_names_the_form_in_the_step(
 ):
     """The form of the loss depends on the rows of a microbatch on one device."""
     large = "model.vocab_size=8192", "data.sequence_length=512"
-    program = programs(*large, *mesh, devices=devices)
+    program = programs([*large, *mesh], devices=devices)
     calls = set()
 
     def record(options: LossOptions, x_BTD: jax.Array, *args, **kwargs):
@@ -106,7 +106,7 @@ def test_the_line_of_the_loss_names_the_form_in_the_step(
 
 
 def test_the_first_screen_says_that_layers_are_unrolled_by_default(programs, capsys):
-    program = programs("model.layer_unroll=null")
+    program = programs(["model.layer_unroll=null"])
     for unroll in (1, -1):
         execution = program.execution._replace(layer_unroll=unroll)
         describe_program(replace(program, execution=execution))
@@ -146,7 +146,7 @@ def test_a_loss_with_all_logits_at_once_has_no_line(program, capsys):
 def test_the_first_line_of_the_batch_is_that_of_the_first_step(
     programs, capsys, schedule, lines
 ):
-    describe_program(programs(*schedule))
+    describe_program(programs(schedule))
     out = capsys.readouterr().out.splitlines()
     first = next(n for n, line in enumerate(out) if line.startswith("step   "))
     assert out[first : first + len(lines)] == lines

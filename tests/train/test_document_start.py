@@ -39,8 +39,13 @@ def test_an_empty_prompt_begins_as_documents_do(folder, door, zebras, packing):
     run = folder / packing
     result = door(
         run,
-        *(f"data.path={zebras}", f"data.packing={packing}", "train.num_steps=150"),
-        *("checkpoint.save_interval_steps=150", "optimizer.learning_rate=0.01"),
+        [
+            f"data.path={zebras}",
+            f"data.packing={packing}",
+            "train.num_steps=150",
+            "checkpoint.save_interval_steps=150",
+            "optimizer.learning_rate=0.01",
+        ],
     )
     assert result.returncode == 0, result.stderr
     results = json.loads((run / "results.json").read_text())
@@ -55,7 +60,7 @@ def test_an_empty_prompt_begins_as_documents_do(folder, door, zebras, packing):
     bits = nats / math.log(2) / results["validation_bytes"]
     assert results["eval_whole/bits_per_byte"] == pytest.approx(bits)
     options = ("temperature=0", "num_tokens=40", "runtime.cpu_devices=2")
-    sample = door(run, "prompt=", *options, module="train.sample", config=())
+    sample = door(run, ["prompt=", *options], module="train.sample", config=())
     assert sample.returncode == 0, sample.stderr
     possible_texts = {f"Zebra {verb} {thing}" for verb in VERBS for thing in THINGS}
     assert sample.stdout.removesuffix("\n") in possible_texts
@@ -68,15 +73,15 @@ def test_a_run_without_a_start_token_resumes_without_it(folder, door, zebras):
     Another value of the key is refused.
     """
     data = (f"data.path={zebras}", "train.num_steps=10")
-    uninterrupted = door(folder / "straight", *data, "data.document_start=false")
+    uninterrupted = door(folder / "straight", [*data, "data.document_start=false"])
     assert uninterrupted.returncode == 0, uninterrupted.stderr
     run = folder / "stopped"
-    result = door(run, *data, "data.document_start=false", drill="crash:0:7")
+    result = door(run, [*data, "data.document_start=false"], drill="crash:0:7")
     assert result.returncode == 1, result.stderr
-    refusal = door(run, *data, "data.document_start=true")
+    refusal = door(run, [*data, "data.document_start=true"])
     assert refusal.returncode == 78
     assert "data.document_start = true" in refusal.stderr
-    result = door(run, *data)
+    result = door(run, data)
     assert result.returncode == 0, result.stderr
     assert "from step 5\n" in result.stdout
     assert steps(run) == steps(folder / "straight")
@@ -86,7 +91,7 @@ def test_a_run_without_a_start_token_resumes_without_it(folder, door, zebras):
 
 @pytest.mark.slow
 def test_the_sample_of_a_single_text_begins_with_the_validation_text(folder, door):
-    result = door(folder / "single", "train.num_steps=3")
+    result = door(folder / "single", ["train.num_steps=3"])
     assert result.returncode == 0, result.stderr
     results = json.loads((folder / "single/results.json").read_text())
     text = (folder / "text.txt").read_text()

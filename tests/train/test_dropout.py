@@ -19,12 +19,12 @@ def lowered_text(program) -> str:
 
 def test_dropout_that_is_off_leaves_the_step_unchanged(programs, composed, monkeypatch):
     """The other names keep `programs` from returning a program traced before."""
-    off_text = lowered_text(programs("model.name=off"))
+    off_text = lowered_text(programs(["model.name=off"]))
     with monkeypatch.context() as patch:
         for module in ("gpt", "block"):
             patch.setattr(f"model.{module}.drop", lambda x, *_: x)
-        assert lowered_text(programs("model.name=without")) == off_text
-    assert lowered_text(programs("model.name=on", INSIDE[1])) != off_text
+        assert lowered_text(programs(["model.name=without"])) == off_text
+    assert lowered_text(programs(["model.name=on", INSIDE[1]])) != off_text
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_dropout_that_is_off_leaves_the_step_unchanged(programs, composed, monke
 )
 def test_only_the_plain_kernel_drops_attention_weights(programs, key, overrides):
     with pytest.raises(ConfigError) as error:
-        programs(*ALL, *overrides, devices=2 if len(overrides) > 1 else 1)
+        programs([*ALL, *overrides], devices=2 if len(overrides) > 1 else 1)
     assert [mistake.key for mistake in error.value.mistakes] == [key]
 
 
@@ -54,8 +54,8 @@ def test_only_the_plain_kernel_drops_attention_weights(programs, key, overrides)
     ids=["cube", "microbatches", "pipeline", "context", "experts", "int8"],
 )
 def test_any_mesh_drops_the_same_values(programs, store, model, mesh, devices):
-    on_one_device = programs(*DEEP, *model)
-    on_the_mesh = programs(*DEEP, *model, *mesh, devices=devices)
+    on_one_device = programs([*DEEP, *model])
+    on_the_mesh = programs([*DEEP, *model, *mesh], devices=devices)
     state = jax.device_get(on_one_device.init())
     expected, actual = (
         losses_of(p, store, state, 2) for p in (on_one_device, on_the_mesh)
@@ -67,7 +67,7 @@ def test_any_mesh_drops_the_same_values(programs, store, model, mesh, devices):
 @pytest.mark.slow
 def test_dropout_is_a_function_of_seed_and_step(programs, store):
     """A stopped run continues as if it had not stopped. Evaluation drops nothing."""
-    program = programs(*ALL)
+    program = programs(ALL)
     batch = place(Order(store, program.config.data, 0).read(0), program.batch)
     state = jax.device_get(program.init())
 

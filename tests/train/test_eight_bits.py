@@ -24,9 +24,9 @@ CONTEXT = ("mesh.context=2", "mesh.data=1")
 EXPERTS = ("model.mlp=moe", "model.num_experts=4", "model.expert_dim=32")
 
 
-def train_steps(programs, store, *overrides: str, devices: int = 1, steps: int = 2):
+def train_steps(programs, store, overrides, devices: int = 1, steps: int = 2):
     """Train a few steps; return the losses and a matrix of the first layer."""
-    program = programs(*SMALL, *overrides, devices=devices)
+    program = programs([*SMALL, *overrides], devices=devices)
     state, metrics = take_steps(program, store, program.init(), steps)
     weight = state.params["layers"]["0"]["0"]["attention"]["query"]["weight"]
     return [float(values["loss"]) for values in metrics], jax.device_get(weight)
@@ -46,14 +46,14 @@ def test_a_mesh_changes_nothing_but_the_order_of_sums(programs, store, dtype, mo
     """Random rounding is a function of seed, step and position."""
     dtype = f"model.compute_dtype={dtype}"
     overrides = () if more == CONTEXT else more
-    losses, _ = train_steps(programs, store, dtype, *overrides)
-    losses_on_mesh, _ = train_steps(programs, store, dtype, *CUBE, *more, devices=8)
+    losses, _ = train_steps(programs, store, [dtype, *overrides])
+    losses_on_mesh, _ = train_steps(programs, store, [dtype, *CUBE, *more], devices=8)
     # A ring sums in another order, so some values are then rounded the other way.
     rtol = 5e-4 if more == CONTEXT else 1e-4
     np.testing.assert_allclose(losses_on_mesh[0], losses[0], rtol=rtol)
     # In step 2 all sums of another order are rounded; some differ by an eighth.
     np.testing.assert_allclose(losses_on_mesh, losses, rtol=3e-3)
-    plain_losses, _ = train_steps(programs, store, *overrides)
+    plain_losses, _ = train_steps(programs, store, overrides)
     assert plain_losses != losses
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-2)
 
@@ -72,7 +72,7 @@ def test_layers_that_keep_their_precision_do_so_on_any_mesh(programs, store, mor
     common += ("model.high_precision_layers=[first,2]",)
     losses = list[float]()
     for mesh, devices in (((), 1), (more, 4)):
-        program = programs(*SMALL, *common, *mesh, devices=devices)
+        program = programs([*SMALL, *common, *mesh], devices=devices)
         batch = place(Order(store, program.config.data, 0).read(0), program.batch)
         _, metrics = program.watched_step(program.init(), batch)
         saturated = metrics["numerics/saturated"] > 0
@@ -86,10 +86,10 @@ def test_layers_that_keep_their_precision_do_so_on_any_mesh(programs, store, mor
 def test_random_rounding_follows_the_seed_and_the_step_alone(programs, store):
     """A stopped run continues as if it had not stopped."""
     int8 = "model.compute_dtype=int8"
-    _, weight = train_steps(programs, store, int8, steps=1)
-    _, same_weight = train_steps(programs, store, int8, steps=1)
+    _, weight = train_steps(programs, store, [int8], steps=1)
+    _, same_weight = train_steps(programs, store, [int8], steps=1)
     np.testing.assert_array_equal(weight, same_weight)
-    program = programs(*SMALL, int8)
+    program = programs([*SMALL, int8])
     batch = place(Order(store, program.config.data, 0).read(0), program.batch)
     first, later = (
         program.train_step(program.init()._replace(step=jnp.int32(step)), batch)[1]
@@ -117,16 +117,16 @@ def test_a_chip_that_gains_nothing_refuses_eight_bits(
 ):
     device: Any = SimpleNamespace(platform=platform, device_kind=kind)
     model = ModelConfig(compute_dtype=ComputeDtype(dtype), attention=Attention.xla)
-    config = composed("mesh=ddp")
-    arguments = replace(config, model=model), device, dict.fromkeys(MESH_AXES, 1)
+    config = replace(composed(["mesh=ddp"]), model=model)
+    sizes = dict.fromkeys(MESH_AXES, 1)
     if instead:
         with pytest.raises(ConfigError) as error:
-            choose_execution(*arguments)
+            choose_execution(config, device, sizes)
         (mistake,) = error.value.mistakes
         assert mistake.key == "model.compute_dtype"
         assert mistake.rule.endswith(instead)
         return
-    numerics = choose_execution(*arguments).numerics
+    numerics = choose_execution(config, device, sizes).numerics
     assert numerics.quantization == RECIPES[ComputeDtype(dtype)]()
     assert numerics.compute_dtype == numerics.activation_dtype == jnp.bfloat16
     experts = numerics.quantization if platform == "gpu" else None

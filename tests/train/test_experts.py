@@ -49,13 +49,13 @@ def test_gradients_are_those_of_one_device(gradients, mesh):
     """They are equal even if one device gets all tokens, or if one expert gets none."""
     for name, balance in FORCED.items():
         overrides = (*MOE, "mesh=single")
-        loss, grads, load = gradients(*overrides, balance=balance, devices=1)
+        loss, grads, load = gradients(overrides, balance=balance, devices=1)
         assert load.sum() == 8 * 32 * 3
         if name == "one device's":
             assert (load[0] == [256] * 3 + [0] * 5).all()
         if name == "none":
             assert load[0, 0] == 0
-        actual = gradients(*MOE, *mesh, balance=balance)
+        actual = gradients([*MOE, *mesh], balance=balance)
         np.testing.assert_array_equal(actual[2], load)
         assert actual[0] == pytest.approx(loss, rel=1e-5)
         assert distance(actual[1], grads) < 1e-5
@@ -66,9 +66,9 @@ def test_gradients_are_those_of_one_device(gradients, mesh):
 def test_a_token_may_have_many_experts_on_a_device(gradients, expert):
     """The device has several copies of such a token, or fewer copies than experts."""
     overrides = (*MOE, "model.experts_per_token=6")
-    loss, grads, _ = gradients(*overrides, "mesh=single", devices=1)
+    loss, grads, _ = gradients([*overrides, "mesh=single"], devices=1)
     actual = gradients(
-        *overrides, f"mesh.fsdp={8 // expert}", f"mesh.expert={expert}", SENT
+        [*overrides, f"mesh.fsdp={8 // expert}", f"mesh.expert={expert}", SENT]
     )
     assert actual[0] == pytest.approx(loss, rel=1e-5)
     assert distance(actual[1], grads) < 1e-5
@@ -88,7 +88,7 @@ def test_a_token_may_have_many_experts_on_a_device(gradients, expert):
 def test_the_exchange_that_sends_less_is_chosen(
     configure, platform, devices, asked, found
 ):
-    config = configure(*MOE, "model.attention=xla", f"mesh.expert_exchange={asked}")
+    config = configure([*MOE, "model.attention=xla", f"mesh.expert_exchange={asked}"])
     sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": devices}
     device = SimpleNamespace(platform=platform, device_kind="")
     execution = choose_execution(config, device, sizes)
@@ -99,17 +99,17 @@ def test_the_exchange_that_sends_less_is_chosen(
 def test_a_large_slice_of_v5e_gathers_tokens(configure, fsdp, found):
     sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": 4, "fsdp": fsdp}
     device = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-    config = configure(*MOE, "model.attention=xla")
+    config = configure([*MOE, "model.attention=xla"])
     assert choose_execution(config, device, sizes).expert_exchange == found
 
 
 def test_ragged_exchange_needs_small_slices_of_v5e(configure):
     sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": 4, "data": 8}
     device = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-    config = configure(*MOE, SENT, "model.attention=xla")
+    config = configure([*MOE, SENT, "model.attention=xla"])
     with pytest.raises(ConfigError, match="expert_exchange=auto"):
         choose_execution(config, device, sizes)
-    config = configure(*MOE, SENT, "model.attention=xla", "mesh.dcn.data=2")
+    config = configure([*MOE, SENT, "model.attention=xla", "mesh.dcn.data=2"])
     assert choose_execution(config, device, sizes).expert_exchange == "ragged"
 
 
@@ -122,11 +122,11 @@ def test_ragged_exchange_needs_small_slices_of_v5e(configure):
 )
 def test_sizes_that_a_mesh_of_experts_cannot_divide_are_refused(programs, changed, key):
     with pytest.raises(ConfigError, match=key):
-        programs(*MOE, *changed, devices=8)
+        programs([*MOE, *changed], devices=8)
 
 
 def test_the_bias_of_an_expert_with_too_few_tokens_grows(programs):
-    config = programs(*MOE, devices=1).config.model
+    config = programs(MOE, devices=1).config.model
 
     def slot() -> dict:
         return {"mlp": {"router": {"balance": jnp.zeros((1, 4))}}}
@@ -144,7 +144,7 @@ def test_the_bias_of_an_expert_with_too_few_tokens_grows(programs):
 
 @pytest.mark.slow
 def test_a_step_moves_the_bias_and_no_optimizer_does(programs, store):
-    program = programs(*MOE, devices=1)
+    program = programs(MOE, devices=1)
     state, (metrics,) = take_steps(program, store, program.init(), 1)
     bias = jax.device_get(state.params["layers"]["1"]["0"]["mlp"]["router"]["balance"])
     rate = np.float32(program.config.model.router_bias_rate)
@@ -169,14 +169,14 @@ def with_padding(batch, lengths):
 
 @pytest.fixture(scope="module")
 def short(programs, store):
-    return Order(store, programs(*MOE, devices=1).config.data, 0).read(0)
+    return Order(store, programs(MOE, devices=1).config.data, 0).read(0)
 
 
 def test_padding_balances_no_expert(gradients, short):
     """Load, auxiliary loss, z-loss and their gradients are those without padding."""
-    loss, grads, load = gradients(*MOE, devices=1, batch=short)
+    loss, grads, load = gradients(MOE, devices=1, batch=short)
     batch = with_padding(short, [32] * 8)
-    actual = gradients(*MOE, PADDED, devices=1, batch=batch)
+    actual = gradients([*MOE, PADDED], devices=1, batch=batch)
     np.testing.assert_array_equal(actual[2], load)
     assert actual[0] == pytest.approx(loss, rel=1e-6)
     assert distance(actual[1], grads) < 1e-5
@@ -205,9 +205,9 @@ def test_devices_with_unequal_padding_balance_as_one_does(gradients, short, mesh
     batch = with_padding(short, [32, 32, 32, 5, 1, 0, 0, 30])
     model_overrides = [word for word in mesh if word.startswith("model.")]
     loss, grads, load = gradients(
-        *MOE, PADDED, *model_overrides, devices=1, batch=batch
+        [*MOE, PADDED, *model_overrides], devices=1, batch=batch
     )
-    actual = gradients(*MOE, PADDED, *mesh, devices=8, batch=batch)
+    actual = gradients([*MOE, PADDED, *mesh], devices=8, batch=batch)
     np.testing.assert_array_equal(actual[2], load)
     assert (load.sum(axis=1) == 3 * sum([32, 32, 32, 5, 1, 0, 0, 30])).all()
     assert actual[0] == pytest.approx(loss, rel=1e-5)

@@ -24,7 +24,7 @@ from train.load_run import make_program_here, with_microbatches
 )
 def test_the_runs_mesh_is_kept_if_it_fits(configure, typed, sizes):
     assert len(jax.devices()) == 8
-    program = make_program_here(configure("model.vocab_size=512", *typed))
+    program = make_program_here(configure(["model.vocab_size=512", *typed]))
     assert dict(program.mesh.shape) == dict.fromkeys(MESH_AXES, 1) | sizes
 
 
@@ -39,7 +39,7 @@ def test_a_setting_that_the_devices_lack_is_replaced_with_a_warning(
     configure, monkeypatch, caplog, target, typed, attention, compute
 ):
     """The kernel of these devices, or one that runs on all, replaces the setting."""
-    config = configure("model.vocab_size=512", *typed)
+    config = configure(["model.vocab_size=512", *typed])
     if target:
         with mock.patch.object(devices, "missing_compiler", return_value="none"):
             target_devices = devices.fake_devices(parse_target(target))
@@ -60,10 +60,10 @@ def test_a_batch_is_split_into_the_microbatches_of_the_run(
     programs, typed, count, wanted, parts
 ):
     """There are fewer microbatches if a device would otherwise lack rows of one."""
-    program = with_microbatches(programs(*typed, devices=count), wanted)
+    program = with_microbatches(programs(typed, devices=count), wanted)
     assert program.config.train.accumulation_steps == parts
 
 
 def test_a_config_that_fits_no_device_is_an_error(configure):
     with pytest.raises(ConfigError):
-        make_program_here(configure("mesh.params.mlp=[fsdp,tensor,fsdp]"))
+        make_program_here(configure(["mesh.params.mlp=[fsdp,tensor,fsdp]"]))

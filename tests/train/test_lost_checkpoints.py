@@ -73,7 +73,7 @@ WAYS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, door: Door) -> Path:
-    result = door(folder / "trained", *SHORT)
+    result = door(folder / "trained", SHORT)
     assert result.returncode == 0, result.stderr
     return folder / "trained"
 
@@ -95,7 +95,7 @@ def test_a_longer_run_is_refused(trained, door, way):
     run = Path(shutil.copytree(trained, trained.parent / "copy"))
     try:
         WAYS[way](run / "checkpoints")
-        assert str(run) in check_refusal(run, lambda: door(run, *LONGER))
+        assert str(run) in check_refusal(run, lambda: door(run, LONGER))
     finally:
         shutil.rmtree(run)
 
@@ -103,12 +103,12 @@ def test_a_longer_run_is_refused(trained, door, way):
 def test_the_error_names_a_remedy_and_the_run_resumes_from_a_copy(trained, door):
     run = Path(shutil.copytree(trained, trained.parent / "again"))
     (run / "checkpoints").rename(run / "copy")
-    message = check_refusal(run, lambda: door(run, *LONGER))
+    message = check_refusal(run, lambda: door(run, LONGER))
     assert "its results.json has the score of step 4" in message
     assert "Put the checkpoints back" in message
     shutil.rmtree(run / "checkpoints")
     (run / "copy").rename(run / "checkpoints")
-    result = door(run, *LONGER)
+    result = door(run, LONGER)
     assert "from step 4\n" in result.stdout, result.stderr
     assert [line["step"] for line in lines(run) if "loss" in line] == [*range(1, 7)]
 
@@ -117,10 +117,10 @@ def test_the_error_names_a_remedy_and_the_run_resumes_from_a_copy(trained, door)
 def test_a_run_with_initial_weights_does_not_begin_again_with_them(trained, door):
     run = trained.parent / "begun"
     initial_weights = f"init_from={trained}"
-    assert door(run, *SHORT, initial_weights).returncode == 0
+    assert door(run, [*SHORT, initial_weights]).returncode == 0
     shutil.rmtree(run / "checkpoints")
     assert "score of step 4" in check_refusal(
-        run, lambda: door(run, *LONGER, initial_weights)
+        run, lambda: door(run, [*LONGER, initial_weights])
     )
 
 
@@ -145,7 +145,7 @@ def test_a_branch_is_refused_with_its_trunk_named(trained, folder, forks: Forks,
 def test_a_run_that_crashed_before_its_first_save_begins_again(folder, door):
     run = folder / "crashed"
     words = (*SHORT, "checkpoint.save_interval_steps=3")
-    assert door(run, *words, drill="crash:0:2").returncode == 1
+    assert door(run, words, drill="crash:0:2").returncode == 1
     assert [line["step"] for line in lines(run)] == [1]
-    assert door(run, *words).returncode == 0
+    assert door(run, words).returncode == 0
     assert [line["step"] for line in lines(run) if "loss" in line] == [1, 2, 3, 4]

@@ -122,7 +122,7 @@ def alone(configure):
 
     @functools.cache
     def alone(model):
-        config = configure(*MODELS[model])
+        config = configure(MODELS[model])
         steps = num_steps(config)
         step = DividedStep(config)
         reference = Reference(step, jax.devices(), num_steps=steps)
@@ -143,7 +143,7 @@ def alone(configure):
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_a_run_equals_that_of_one_device(configure, alone, model, mesh):
-    config = configure(*MODELS[model], *sizes(mesh))
+    config = configure([*MODELS[model], *sizes(mesh)])
     comparison = alone(model).compare(DividedStep(config))
     losses = [d for d in comparison.differences if d.key.quantity == "loss"]
     assert len(losses) == 1 + config.model.predict_ahead + num_steps(config)
@@ -162,7 +162,7 @@ def test_a_resumed_run_is_bitwise_equal_and_close_on_other_meshes(
     programs, store, tmp_path, model, mesh, others
 ):
     overrides = (*MODELS[model], "optimizer.ema_decay=0.9")
-    program = programs(*overrides, *sizes(mesh), devices=8)
+    program = programs([*overrides, *sizes(mesh)], devices=8)
     state, _ = take_steps(program, store, program.init(), 3)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(3, state, {"step": 3})
@@ -177,7 +177,7 @@ def test_a_resumed_run_is_bitwise_equal_and_close_on_other_meshes(
         np.testing.assert_array_equal, *jax.device_get((resumed_state, final_state))
     )
     for other_mesh in others:
-        other_program = programs(*overrides, *sizes(other_mesh), devices=8)
+        other_program = programs([*overrides, *sizes(other_mesh)], devices=8)
         other_state = checkpoints.saved.restore(other_program.state)
         assert (
             jax.tree.map(lambda leaf: leaf.sharding, other_state)

@@ -41,8 +41,8 @@ def check_close(first, second):
 def test_offloading_to_host_memory_changes_no_value(
     programs, store, devices, mesh, offload
 ):
-    plain_program = programs(*LAYERS, *mesh, devices=devices)
-    offloading_program = programs(*LAYERS, *mesh, offload, devices=devices)
+    plain_program = programs([*LAYERS, *mesh], devices=devices)
+    offloading_program = programs([*LAYERS, *mesh, offload], devices=devices)
     expected, actual = (
         take_steps(p, store, p.init(), 2) for p in (plain_program, offloading_program)
     )
@@ -68,14 +68,14 @@ def test_moments_that_no_compiler_can_offload_are_refused(
 ):
     monkeypatch.setattr(jax, "__version_info__", version)
     moments = "optimizer.offload=true", f"optimizer.moment_dtype={dtype}"
-    config = configure(*LAYERS, *moments, "model.attention=xla")
+    config = configure([*LAYERS, *moments, "model.attention=xla"])
     device = SimpleNamespace(platform=platform, device_kind="")
-    arguments = config, device, dict.fromkeys(MESH_AXES, 1)
+    sizes = dict.fromkeys(MESH_AXES, 1)
     if refused:
         with pytest.raises(ConfigError, match=r"jax 0\.11 or later"):
-            choose_execution(*arguments)
+            choose_execution(config, device, sizes)
     else:
-        choose_execution(*arguments)
+        choose_execution(config, device, sizes)
 
 
 @pytest.mark.slow
@@ -83,13 +83,13 @@ def test_a_run_resumes_with_moments_in_either_memory_on_another_mesh(
     programs, store, tmp_path
 ):
     """The moments move from host memory to that of a device, and back."""
-    cube = programs(*LAYERS, *CUBE, "optimizer.offload=true", devices=8)
+    cube = programs([*LAYERS, *CUBE, "optimizer.offload=true"], devices=8)
     state = cube.init()
     layouts = ((1, "false"), (8, "true"))
     for number, (devices, offload) in enumerate(layouts):
         mesh = () if devices == 1 else ("mesh.fsdp=8",)
         program = programs(
-            *LAYERS, *mesh, f"optimizer.offload={offload}", devices=devices
+            [*LAYERS, *mesh, f"optimizer.offload={offload}"], devices=devices
         )
         folder = epath.Path(tmp_path / str(number))
         checkpoints = Checkpoints(folder, CheckpointConfig())
@@ -106,7 +106,7 @@ def test_a_run_resumes_with_moments_in_either_memory_on_another_mesh(
 @pytest.mark.slow
 def test_a_flipped_bit_in_host_memory_is_found(programs):
     names = "mesh.data=2", "optimizer.offload=true"
-    program = programs(*LAYERS, *names, devices=2)
+    program = programs([*LAYERS, *names], devices=2)
     state = program.init()
     checksums = make_checksums(program.state, program.mesh)
     assert checksums is not None

@@ -38,7 +38,7 @@ def words(folder: Path, door: Door) -> dict[str, Path]:
     run = folder / "run"
     other_run = folder / "other"
     overrides = ("model=plain", "model.num_layers=1", "train.num_steps=2")
-    result = door(run, *overrides, "checkpoint.save_interval_steps=2")
+    result = door(run, [*overrides, "checkpoint.save_interval_steps=2"])
     assert result.returncode == 0, result.stderr
     shutil.copytree(run, other_run)
     (folder / "file").write_text("")

@@ -16,11 +16,11 @@ MIXED = ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2")
 @pytest.mark.slow
 def test_losses_of_muon_do_not_depend_on_the_stages(programs, store):
     overrides = (*DEEP, "optimizer=muon", "optimizer.ema_decay=0.9")
-    program = programs(*overrides, devices=1)
+    program = programs(overrides, devices=1)
     state = jax.device_get(program.init())
     expected = losses_of(program, store, state, 6)
     actual = losses_of(
-        programs(*overrides, *MIXED, "mesh.pipeline_repeats=2", devices=8),
+        programs([*overrides, *MIXED, "mesh.pipeline_repeats=2"], devices=8),
         store,
         state,
         6,
@@ -35,7 +35,9 @@ def test_the_compiled_step_does_as_many_iterations_as_planned(
 ):
     """The numbers of permutes (two an iteration and pass) and of FLOPs show it."""
     overrides = "mesh.pipeline=2", "mesh.data=2", "train.pipeline_microbatches=4"
-    program = programs(*DEEP, *overrides, f"mesh.pipeline_repeats={repeats}", devices=4)
+    program = programs(
+        [*DEEP, *overrides, f"mesh.pipeline_repeats={repeats}"], devices=4
+    )
     pipeline = program.pipeline
     assert pipeline.iterations == iterations
     assert pipeline.bubble == 1 / iterations
@@ -75,6 +77,6 @@ def test_the_compiled_step_does_as_many_iterations_as_planned(
 )
 def test_settings_that_stages_cannot_share_are_refused(programs, changed, key, rule):
     with pytest.raises(ConfigError) as error:
-        programs(*DEEP, "mesh.pipeline=2", "mesh.data=2", *changed, devices=4)
+        programs([*DEEP, "mesh.pipeline=2", "mesh.data=2", *changed], devices=4)
     rules = {mistake.key: mistake.rule for mistake in error.value.mistakes}
     assert rule in rules[key]

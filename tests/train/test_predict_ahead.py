@@ -23,7 +23,7 @@ KEYS = (f"model.predict_ahead={DEPTH}", "data.batch_size=4", "model.embed_dim=16
 
 @pytest.fixture(scope="module")
 def program(programs):
-    return programs(*KEYS)
+    return programs(KEYS)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_modules_read_the_targets_of_a_document_one_after_the_other(
 ):
     """The first module's first input is a document's first token."""
     keys = ("data.document_start=true", f"data.packing={packing}")
-    order = Order(store, configure(*keys).data, 0)
+    order = Order(store, configure(keys).data, 0)
     for step in range(5):
         batch = jax.tree.map(jnp.asarray, order.read(step))
         ahead = look_ahead(batch.inputs, batch.targets, batch.segment_ids, DEPTH)
@@ -116,7 +116,7 @@ def test_the_metric_is_the_mean_loss_of_the_modules(program, store):
 
 def test_the_weight_changes_at_its_step(configure):
     keys = ("train.predict_ahead_later_weight=0.1", "train.predict_ahead_later_step=3")
-    recipe = recipe_of(configure(*keys).train)
+    recipe = recipe_of(configure(keys).train)
     assert [float(recipe.ahead_weight(step)) for step in (0, 2, 3, 9)] == (
         pytest.approx([0.3, 0.3, 0.1, 0.1])
     )

@@ -56,7 +56,7 @@ def test_a_rendered_script_has_the_paths_of_submit(tmp_path):
     keys = ["cluster=slurm", "action=render", f"output={tmp_path}/out", "seed=7"]
     folder = tmp_path / "runs/a/launch/1"
     for number in (1, 2):
-        output = says(tmp_path, *keys, "run.name=a")
+        output = says(tmp_path, [*keys, "run.name=a"])
         script = (tmp_path / "out/job.sh").read_text()
         assert f"\nstop={folder}/stop\n" in script
         first, _, commands = output.partition("\n")

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,8 @@ class SlurmRun(LaunchedRun):
         self.arguments += ("data.cache_dir=cache",)
         self.job = ""
 
-    def submit(self, *more: str) -> str:
-        output = super().submit(*more)
+    def submit(self, overrides: Sequence[str] = ()) -> str:
+        output = super().submit(overrides)
         number = re.search(r"^job (\d+);", output, re.MULTILINE)
         assert number, output
         self.job = number[1]
@@ -70,20 +71,20 @@ def test_killed_requeued_stopped_and_resumed(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     run = f'run.dir="{training.run.path}"'
-    says(elsewhere, "action=resume", run)
-    text = says(elsewhere, "action=logs", "follow=true", run)
+    says(elsewhere, ["action=resume", run])
+    text = says(elsewhere, ["action=logs", "follow=true", run])
     assert f"from step {stop_step}\n" in text
     check_equal(training.run, training.straight(2), STEPS)
 
 
 def test_status_says_why_a_job_waits(tmp_path):
     training = SlurmRun(tmp_path)
-    training.submit(*LONG)
+    training.submit(LONG)
     training.await_steps()
     status = training.verb("status")
     assert f"job {training.job}: running" in status
     assert "runs, or waits to run, on slurm" in training.says(
-        *training.arguments, code=78
+        training.arguments, code=78
     )
 
     queued = SlurmRun(tmp_path, "other")
@@ -100,7 +101,7 @@ def test_status_says_why_a_job_waits(tmp_path):
 def test_a_run_saves_before_its_time_limit_and_is_requeued(tmp_path):
     """Slurm warns up to a minute early; the run saves, and waits in the queue."""
     training = SlurmRun(tmp_path)
-    training.submit("cluster.time=2", "cluster.signal_s=30", *LONG)
+    training.submit(["cluster.time=2", "cluster.signal_s=30", *LONG])
     first = training.await_attempts(1)
     assert (first["verdict"], first["codes"]) == ("again", [42, 42])
     assert first["ended"] - first["began"] < 120
@@ -127,7 +128,7 @@ def test_a_run_killed_at_its_time_limit_during_a_save_is_requeued(tmp_path):
     python = tmp_path / "python"
     python.write_text(TOO_LONG)
     python.chmod(0o755)
-    training.submit("cluster.time=1", f"cluster.python={python}")
+    training.submit(["cluster.time=1", f"cluster.python={python}"])
     assert "in the queue again" in training.verb("logs", "follow=true")
     attempt = training.await_attempts(1)
     assert (attempt["verdict"], attempt["codes"]) == ("done", [0, 0])
@@ -136,7 +137,7 @@ def test_a_run_killed_at_its_time_limit_during_a_save_is_requeued(tmp_path):
 
 def test_cancelled_for_a_job_of_a_higher_priority(tmp_path):
     training = SlurmRun(tmp_path)
-    training.submit(*LONG)
+    training.submit(LONG)
     training.await_steps()
     subprocess.run(["srun", "--partition=urgent", "--nodes=2", "true"], check=True)
     first = training.await_attempts(1)
@@ -148,7 +149,7 @@ def test_cancelled_for_a_job_of_a_higher_priority(tmp_path):
 
 def test_a_failure_that_a_restart_cannot_mend_is_final(tmp_path):
     training = SlurmRun(tmp_path)
-    training.submit("data.path=gone.txt", "cluster.code=archive")
+    training.submit(["data.path=gone.txt", "cluster.code=archive"])
     logs = training.verb("logs", "follow=true")
     assert "code: " in logs  # the archive was unpacked
     assert "gone.txt" in logs
@@ -160,7 +161,7 @@ def test_a_failure_that_a_restart_cannot_mend_is_final(tmp_path):
 
 def test_a_refusal_by_slurm_is_shown(tmp_path):
     training = SlurmRun(tmp_path)
-    output = training.says(*training.arguments, "cluster.partition=nosuch", code=1)
+    output = training.says([*training.arguments, "cluster.partition=nosuch"], code=1)
     assert "sbatch: " in output
     assert "invalid partition" in output
     status = training.verb("status")

@@ -25,7 +25,7 @@ KEYS = (
 @pytest.fixture
 def compare(configure: Configure, text: Path, tmp_path: Path) -> Callable:
     """Return a function: (widths, depths) -> the exit code of a comparison."""
-    config = configure(*KEYS, f"data.path={text}", f"data.cache_dir={tmp_path}")
+    config = configure([*KEYS, f"data.path={text}", f"data.cache_dir={tmp_path}"])
 
     def compare(widths: list[int], depths: list[int]) -> int:
         sizes = {"width": widths, "depth": depths}
@@ -91,7 +91,7 @@ def test_a_broken_rule_is_named(
 
 
 def test_widths_must_keep_the_dims_of_heads(configure: Configure):
-    config = vars(training_config(configure(*KEYS)))
+    config = vars(training_config(configure(KEYS)))
     (mistake,) = coordinates_mistakes(CoordinatesConfig(**config, widths=[16, 30]))
     assert (mistake.key, mistake.value) == ("widths", [30])
     sizes = {"widths": [], "depths": [4, 2]}

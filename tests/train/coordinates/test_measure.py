@@ -6,10 +6,10 @@ from train.coordinates.measure import resize
 
 def test_the_number_of_heads_grows_with_the_width(configure: Configure):
     """Heads keep their dims, even if they are not embed_dim / num_heads."""
-    model = configure("model=qwen3_nano").model
+    model = configure(["model=qwen3_nano"]).model
     assert model.head_size != model.embed_dim // model.num_heads
-    assert resize(configure("model=qwen3_nano"), model.embed_dim, 2).model == model
-    large = resize(configure("model=qwen3_nano"), 4 * model.embed_dim, 8).model
+    assert resize(configure(["model=qwen3_nano"]), model.embed_dim, 2).model == model
+    large = resize(configure(["model=qwen3_nano"]), 4 * model.embed_dim, 8).model
     assert (large.embed_dim, large.num_layers) == (4 * model.embed_dim, 8)
     assert large.head_size == model.head_size
     assert large.num_heads == 4 * model.num_heads

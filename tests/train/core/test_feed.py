@@ -13,7 +13,7 @@ from train.core.feed import Feed, local_rows, place
 
 @pytest.fixture(params=[CUBE, ("mesh.fsdp=8",)], ids=" ".join)
 def program(request, programs):
-    return programs(*request.param, devices=8)
+    return programs(request.param, devices=8)
 
 
 def batch_of(rows: int = 8) -> Batch:
@@ -55,7 +55,7 @@ def test_a_process_that_holds_a_part_places_that_part(program, monkeypatch):
 
 def test_a_batch_is_handed_over_before_the_next_is_waited_for(programs):
     """A source that stalls, or ends with an error, costs no step before it."""
-    program = programs("mesh.fsdp=8", devices=8)
+    program = programs(["mesh.fsdp=8"], devices=8)
 
     def batches():
         yield batch_of()

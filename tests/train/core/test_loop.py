@@ -125,7 +125,7 @@ def test_a_finished_run_says_so_and_how_to_go_on(door, copy):
 
 
 def test_changes_that_make_another_run_are_refused_key_by_key(door, copy):
-    result = door(copy, "data.batch_size=16", "model.embed_dim=64", "seed=1")
+    result = door(copy, ["data.batch_size=16", "model.embed_dim=64", "seed=1"])
     assert result.returncode == 78
     changes = ("data.batch_size", 16, 8), ("model.embed_dim", 64, 32), ("seed", 1, 0)
     for key, new, old in changes:
@@ -138,7 +138,7 @@ def test_changes_that_make_another_run_are_refused_key_by_key(door, copy):
 
 
 def test_a_refused_rewind_moves_nothing(door, copy):
-    result = door(copy, "run.rewind_to=17", "data.skip_batches=[3,4]")
+    result = door(copy, ["run.rewind_to=17", "data.skip_batches=[3,4]"])
     assert result.returncode == 78
     assert "add run.rewind_to=<a step before them>" in result.stderr
     assert saved_steps(copy) == [15, 20]
@@ -155,7 +155,7 @@ def longer(folder: Path, straight: Path, door: Door) -> tuple[Path, Result]:
         *("eval.interval_steps=2", "eval.num_batches=1", "checkpoint.keep_best=true"),
         f"eval.sets={{more: {{path: {folder}/text.txt}}}}",
     )
-    result = door(run, "train.num_steps=24", *changes, *evaluation)
+    result = door(run, ["train.num_steps=24", *changes, *evaluation])
     assert result.returncode == 0, result.stderr
     return run, result
 
@@ -182,15 +182,17 @@ def test_a_longer_run_keeps_its_schedule_and_records_what_changed(longer, straig
 def test_another_moment_dtype_is_accepted_if_its_key_is_allowed(door, copy):
     """The moments may also change back; evaluation meets them as they were saved."""
     changes = ("optimizer.moment_dtype=int8", "train.num_steps=22")
-    result = door(copy, *changes)
+    result = door(copy, changes)
     assert result.returncode == 78
     assert "run.allow_change=[optimizer.moment_dtype]" in result.stderr
     allowed = "run.allow_change=[optimizer.moment_dtype]"
-    result = door(copy, *changes, allowed, "eval.interval_steps=21")
+    result = door(copy, [*changes, allowed, "eval.interval_steps=21"])
     assert result.returncode == 0, result.stderr
     assert "from step 20" in result.stdout
     assert "moments of step 20 had another format" in result.stderr
-    result = door(copy, "optimizer.moment_dtype=float32", "train.num_steps=24", allowed)
+    result = door(
+        copy, ["optimizer.moment_dtype=float32", "train.num_steps=24", allowed]
+    )
     assert result.returncode == 0, result.stderr
     assert "moments of step 22 had another format" in result.stderr
     assert [line["step"] for line in steps(copy)] == list(range(1, 25))
@@ -203,11 +205,11 @@ def test_data_may_change_by_its_key_but_a_text_may_not_change_in_place(
     new_text = folder / "other.txt"
     new_text.write_text((folder / "text.txt").read_text().upper())
     changes = (f"data.path={new_text}", "train.num_steps=24")
-    result = door(copy, *changes, "run.allow_change=[data.path]")
+    result = door(copy, [*changes, "run.allow_change=[data.path]"])
     assert result.returncode == 0, result.stderr
     assert "other data from here on: data.path" in result.stderr
     new_text.write_text("another text again " * 2000)
-    refusal = door(copy, *changes, "run.allow_change=[data.path]")
+    refusal = door(copy, [*changes, "run.allow_change=[data.path]"])
     assert refusal.returncode == 65
     assert "fingerprint" in refusal.stderr
     assert "bring that data back" in refusal.stderr
@@ -255,7 +257,7 @@ def test_named_sets_are_scored_and_the_best_step_is_kept(longer, door):
     best = SavedSteps(run / "checkpoints").scores()
     assert {22, 24} >= {*best} >= {min(best, key=lambda step: best[step])}
     arguments = ("runtime.cpu_devices=2", "step=best", "num_batches=1")
-    evaluation = door(run, *arguments, module="train.evaluate", config=())
+    evaluation = door(run, arguments, module="train.evaluate", config=())
     assert evaluation.returncode == 0, evaluation.stderr
     score = json.loads(evaluation.stdout.splitlines()[-1])
     assert score["loss"] == pytest.approx(min(best.values()), rel=1e-6)
@@ -265,8 +267,14 @@ def test_named_sets_are_scored_and_the_best_step_is_kept(longer, door):
 def test_sample_continues_the_prompt(door, straight):
     result = door(
         straight,
-        *("prompt=def wrap", "num_tokens=10", "temperature=0", "num_samples=2"),
-        *("step=15", "runtime.cpu_devices=2"),
+        [
+            "prompt=def wrap",
+            "num_tokens=10",
+            "temperature=0",
+            "num_samples=2",
+            "step=15",
+            "runtime.cpu_devices=2",
+        ],
         module="train.sample",
         config=(),
     )

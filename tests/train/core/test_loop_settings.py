@@ -33,12 +33,12 @@ door = doors.door
 )
 def test_a_run_with_random_rounding_resumes_bitwise_equal(folder, door, overrides):
     run = folder / overrides[0]
-    result = door(run, *overrides)
+    result = door(run, overrides)
     assert result.returncode == 0, result.stderr
     losses = steps(run)
     state = state_of(run, 20)
     assert losses[-1]["loss"] < losses[0]["loss"] - 0.02
-    result = door(run, *overrides, "run.rewind_to=15")
+    result = door(run, [*overrides, "run.rewind_to=15"])
     assert result.returncode == 0, result.stderr
     assert "from step 15" in result.stdout
     jax.tree.map(np.testing.assert_array_equal, state_of(run, 20), state)
@@ -48,12 +48,12 @@ def test_a_run_with_random_rounding_resumes_bitwise_equal(folder, door, override
 def test_a_planned_mesh_is_written_out(folder, door):
     path = folder / "chosen"
     steps = "train.num_steps=2"
-    result = door(path, "mesh=planned", steps)
+    result = door(path, ["mesh=planned", steps])
     assert result.returncode == 0, result.stderr
     assert "mesh=planned: the rates of these devices are unknown" in result.stderr
     mesh = yaml.safe_load((path / "config.yaml").read_text())["mesh"]
     assert (mesh["fsdp"], mesh["planned"]) == (2, False)
-    second_result = door(path, "mesh=planned", steps)  # This is the same command.
+    second_result = door(path, ["mesh=planned", steps])  # This is the same command.
     assert second_result.returncode == 0, second_result.stderr
 
 
@@ -74,7 +74,7 @@ def test_a_source_may_be_used_up_by_the_last_step(folder, door):
     )
     result = door(folder / "used_up", config=config)
     assert result.returncode == 0, result.stderr
-    result = door(folder / "used_up", "train.num_steps=11", config=config)
+    result = door(folder / "used_up", ["train.num_steps=11"], config=config)
     assert result.returncode == 78
     assert "data.sources.a.epochs" in result.stderr
 
@@ -84,7 +84,7 @@ def test_values_that_are_not_finite_are_not_saved_and_end_the_run(folder, door):
     """A moment overflows after step 7, and no step notices it."""
     fault = "fill:7:optimizer.transform.0.mu.layers.0.0.mlp.up.weight:1:inf"
     run = folder / "poisoned"
-    result = door(run, "train.max_skipped_steps=100", drill=fault)
+    result = door(run, ["train.max_skipped_steps=100"], drill=fault)
     assert result.returncode == 3, result.stderr
     assert "step 10 is not saved: there are values that are not" in result.stderr
     assert {p.name for p in (run / "checkpoints").glob("[0-9]*")} == {"5"}
@@ -93,8 +93,11 @@ def test_values_that_are_not_finite_are_not_saved_and_end_the_run(folder, door):
 def test_a_run_that_diverges_stops_with_advice(folder, door):
     result = door(
         folder / "diverged",
-        *("optimizer.learning_rate=1e30", "train.max_skipped_steps=2"),
-        "data.skip_batches=[2,4]",
+        [
+            "optimizer.learning_rate=1e30",
+            "train.max_skipped_steps=2",
+            "data.skip_batches=[2,4]",
+        ],
     )
     assert result.returncode == 3, result.stderr
     assert "the last 3 updates were skipped" in result.stderr

@@ -28,7 +28,7 @@ def take_step(program, store, step, state=None):
 
 @pytest.fixture(scope="module")
 def program(programs):
-    return programs(*PARTS)
+    return programs(PARTS)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def assert_equal(a, b):
 def test_a_run_that_is_watched_takes_the_same_steps_as_one_that_is_not(
     program, programs
 ):
-    unwatched = programs(PARTS[0])
+    unwatched = programs([PARTS[0]])
     texts = []
     for variant in (program, unwatched):
         step = variant.train_step.lower(variant.state, variant.batch)
@@ -139,8 +139,8 @@ def test_the_figure_that_grew_most_is_the_spike():
     ],
 )
 def test_figures_are_the_same_on_any_mesh(programs, store, model, mesh, devices):
-    _, expected = take_step(programs(*model), store, "watched_step")
-    program = programs(*model, *mesh, devices=devices)
+    _, expected = take_step(programs(model), store, "watched_step")
+    program = programs([*model, *mesh], devices=devices)
     state, watched_metrics = take_step(program, store, "watched_step")
     names = [name for name in expected if name.startswith("numerics/")]
     for name in names:
@@ -156,7 +156,7 @@ def test_figures_are_the_same_on_any_mesh(programs, store, model, mesh, devices)
 @pytest.mark.parametrize("dtype", ["float8", "int8"])
 def test_eight_bits_flush_small_values(programs, store, dtype):
     """The gains of a norm differ so much in size that small values are flushed."""
-    program = programs(f"model.compute_dtype={dtype}")
+    program = programs([f"model.compute_dtype={dtype}"])
     state = jax.device_get(program.init())
     state = jax.tree.map(np.copy, state)
     scale = layers_of(state.params)["mlp_norm"]["scale"]
@@ -177,7 +177,7 @@ def test_figures_are_recorded_before_a_score_and_a_save_of_their_step(folder, do
         *("log.numerics_interval_steps=1", "checkpoint.save_interval_steps=2"),
         *("log.interval_steps=20", "eval.interval_steps=3", "eval.num_batches=1"),
     )
-    result = door(folder / "crashed", *overrides, drill="crash:0:5")
+    result = door(folder / "crashed", overrides, drill="crash:0:5")
     assert result.returncode == 1, result.stderr
     # The other lines count the tokens before a save or an evaluation.
     rows = [row for row in lines(folder / "crashed") if "tokens" not in row]
@@ -197,7 +197,7 @@ def test_a_run_names_the_layer_to_blame(folder, door, most, watched):
         "checkpoint.save_interval_steps=100",  # A save would refuse the bad layer.
     )
     fault = "fill:3:params.layers.0.0.mlp.down.weight:1:nan"
-    result = door(run, *overrides, f"train.max_skipped_steps={most}", drill=fault)
+    result = door(run, [*overrides, f"train.max_skipped_steps={most}"], drill=fault)
     assert result.returncode == 3, result.stderr
     assert "layer 1: its MLP is not finite" in result.stdout + result.stderr
     rows = [line for line in lines(run) if "numerics/mlp/1" in line]

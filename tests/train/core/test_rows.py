@@ -41,14 +41,14 @@ def reduced_arrays(traced_equations, name):
 
 
 def test_replicas_sum_gradients_once_after_all_microbatches(programs):
-    program = programs(*CUBE, "train.accumulation_steps=2", devices=8)
+    program = programs([*CUBE, "train.accumulation_steps=2"], devices=8)
     sums = [*reduced_arrays(trace_gradients(program), "psum")]
     assert len(sums) > 6
     assert not [outer_names for outer_names, _ in sums if "scan" in outer_names]
 
 
 def test_with_one_microbatch_layers_sum_gradients_in_the_backward_pass(programs):
-    sums = [*reduced_arrays(trace_gradients(programs(*CUBE, devices=8)), "psum")]
+    sums = [*reduced_arrays(trace_gradients(programs(CUBE, devices=8)), "psum")]
     ndims = [aval.ndim for outer_names, aval in sums if "scan" in outer_names]
     assert len(ndims) == 6  # A layer of gpt_nano has six matrices.
     assert all(ndim >= 2 for ndim in ndims)
@@ -56,7 +56,7 @@ def test_with_one_microbatch_layers_sum_gradients_in_the_backward_pass(programs)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_matrices_are_reduced_in_the_reduce_dtype(programs, dtype):
-    program = programs(*CUBE, f"train.reduce_dtype={dtype}", devices=8)
+    program = programs([*CUBE, f"train.reduce_dtype={dtype}"], devices=8)
     traced_equations = trace_gradients(program)
     for name in ("reduce_scatter", "psum"):
         dtypes = {
@@ -90,12 +90,12 @@ def assert_close(a, b):
 
 @pytest.fixture(scope="module")
 def batch(programs, store):
-    return Order(store, programs(*CUBE, devices=8).config.data, 0).read(0)
+    return Order(store, programs(CUBE, devices=8).config.data, 0).read(0)
 
 
 def test_exchanged_rows_and_a_gathered_table_give_the_same_gradient(programs, batch):
     """Devices exchange rows of the table or gather the table."""
-    program = programs(*CUBE, devices=8)
+    program = programs(CUBE, devices=8)
     assert program.execution.placement.exchange_embedding_rows
     rows, names = run(program, batch)
     assert "all_to_all" in names
@@ -107,5 +107,5 @@ def test_exchanged_rows_and_a_gathered_table_give_the_same_gradient(programs, ba
 def test_a_cpu_multiplies_bfloat16_weights_without_moving_their_dims(programs, batch):
     """XLA's CPU has no product for a bfloat16 operand with its dims moved."""
     rounded = ("model.compute_dtype=bfloat16", "train.remat=full")
-    (loss, *_), _ = run(programs("mesh.fsdp=2", *rounded, devices=2), batch)
+    (loss, *_), _ = run(programs(["mesh.fsdp=2", *rounded], devices=2), batch)
     assert np.isfinite(loss)

@@ -19,7 +19,7 @@ from train.core.state import make_finite_check
 )
 def test_values_that_are_not_finite_are_found_in_any_array(programs, overrides):
     """The value is the last number of an array of weights, moments or averages."""
-    program = programs(*CUBE, *overrides, devices=8)
+    program = programs([*CUBE, *overrides], devices=8)
     state = jax.tree.map(
         lambda leaf: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding),
         program.state,

@@ -15,7 +15,7 @@ POISON = 383  # This id is padding: its embedding changes nothing else.
 
 @pytest.fixture(scope="module")
 def program(programs):
-    return programs("optimizer.ema_decay=0.9", devices=1)
+    return programs(["optimizer.ema_decay=0.9"], devices=1)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_microbatches_weigh_by_their_targets(program, programs, store, state):
     """Half of the rows have few targets, so that a mean of means would differ."""
     baseline = program
     accumulating = programs(
-        "optimizer.ema_decay=0.9", "train.accumulation_steps=2", devices=1
+        ["optimizer.ema_decay=0.9", "train.accumulation_steps=2"], devices=1
     )
     batch = batch_of(baseline, store, 0)
     rows = jnp.arange(8)[:, None]
@@ -95,7 +95,7 @@ def test_a_batch_without_targets_is_no_division_by_zero(program, store, state):
 
 @pytest.fixture(scope="module")
 def guarded(programs):
-    return programs("train.skip_sigma=4", "train.skip_window=4", devices=1)
+    return programs(["train.skip_sigma=4", "train.skip_window=4"], devices=1)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def find_differences(program, state) -> list[Finding]:
 def test_a_flipped_bit_is_found_where_it_is(programs, mesh, devices):
     """The bit may be in any array with copies, on any device."""
     size = ("data.batch_size=24", "train.skip_sigma=4", "optimizer.ema_decay=0.9")
-    program = programs(*mesh, *size, devices=devices)
+    program = programs([*mesh, *size], devices=devices)
     state = program.init()
     assert find_differences(program, state) == []
     names = list(replicated_shardings(program.state))
@@ -53,7 +53,7 @@ def test_a_flipped_bit_is_found_where_it_is(programs, mesh, devices):
 
 def test_either_of_two_copies_may_be_wrong(programs):
     """Devices that hold other parts of the array are beyond suspicion."""
-    program = programs(*CUBE, devices=8)
+    program = programs(CUBE, devices=8)
     # The array is sharded over fsdp and tensor, and has copies along data.
     name = "params.layers.0.0.mlp.up.weight"
     copies = program.mesh.devices[..., 0, :, :, 1]  # fsdp=0 tensor=1
@@ -70,7 +70,7 @@ def test_either_of_two_copies_may_be_wrong(programs):
 def test_arrays_without_replicas_are_not_compared(programs):
     single = programs(devices=1)
     assert make_checksums(single.state, single.mesh) is None
-    program = programs("mesh.fsdp=8", devices=8)
+    program = programs(["mesh.fsdp=8"], devices=8)
     name = "params.layers.0.0.mlp.up.weight"
     assert name not in replicated_shardings(program.state)
     assert find_differences(program, flip_bit(program.init(), name, 3)) == []

@@ -47,7 +47,7 @@ def asked(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def params(programs):
-    return perturbed(programs(*SMALL, devices=1).config.model, seed=4)
+    return perturbed(programs(SMALL, devices=1).config.model, seed=4)
 
 
 def scores_of(program, params, requests):
@@ -59,7 +59,7 @@ def scores_of(program, params, requests):
 
 @pytest.fixture(scope="module")
 def together(programs, params):
-    return scores_of(programs(*SMALL, devices=1), params, REQUESTS)
+    return scores_of(programs(SMALL, devices=1), params, REQUESTS)
 
 
 def score_alone(
@@ -107,7 +107,7 @@ def score_alone(
 
 @pytest.mark.slow
 def test_requests_of_one_batch_score_as_each_does_alone(programs, params, together):
-    program = programs(*SMALL, devices=1)
+    program = programs(SMALL, devices=1)
     for request, score in list(zip(REQUESTS, together, strict=True))[::2]:
         nats, greedy = score_alone(program, params, *request)
         assert score == (pytest.approx(nats, rel=1e-5), greedy)
@@ -139,7 +139,7 @@ def test_texts_begin_as_documents_do_in_training(
 ):
     """A BOS begins them if an imported tokenizer adds one, and otherwise
     end-of-text."""
-    program = programs(*SMALL, f"data.document_start={rule}", devices=1)
+    program = programs([*SMALL, f"data.document_start={rule}"], devices=1)
     model = HarnessModel(program, encoding)
     model.params = jax.device_put(params, program.shardings.params)
     first = (begin,) if before_prompts else ()
@@ -167,7 +167,7 @@ def instances(requests, kind) -> list[Instance]:
 
 
 def test_the_likeliest_tokens_are_greedy(programs, params):
-    program = programs(*SMALL, devices=1)
+    program = programs(SMALL, devices=1)
     model = HarnessModel(program, BYTES)
     context = encode(BYTES, b"def f(x):").tolist()
     model.params = jax.device_put(params, program.shardings.params)
@@ -189,7 +189,7 @@ def test_a_mesh_or_smaller_batches_change_no_score(
     programs, params, together, more, devices, rows
 ):
     """No more rows are scored at once than a microbatch has."""
-    program = programs(*SMALL, *more, devices=devices)
+    program = programs([*SMALL, *more], devices=devices)
     assert HarnessModel(program, BYTES)._num_rows == rows
     scores = scores_of(program, params, REQUESTS)
     assert [greedy for _, greedy in scores] == [greedy for _, greedy in together]
@@ -209,7 +209,7 @@ def test_whole_texts_are_cut_as_the_harness_cuts_them(count):
 
 
 def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked, capfd):
-    program = programs(*SMALL, *MESH, devices=8)
+    program = programs([*SMALL, *MESH], devices=8)
     asked = asked._replace(num_fewshot=1)
     tasks = Tasks(load_tasks(asked), asked, program, BYTES)
     beats = []
@@ -241,7 +241,7 @@ def test_any_mesh_gives_the_same_answers(programs, asked, model, mesh):
     scores = []
     for layout in ((), mesh):
         overrides = ("model.num_layers=2", "data.sequence_length=64", *model, *layout)
-        program = programs(*overrides, devices=8 if layout else 1)
+        program = programs(overrides, devices=8 if layout else 1)
         initial_params = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
         tasks = Tasks(load_tasks(asked), asked, program, BYTES)
         scores.append(
@@ -275,7 +275,7 @@ def test_what_tasks_lack_is_reported_when_they_are_loaded(
     long = write_tasks(tmp_path / "long", **{"max_gen_toks: 12": "max_gen_toks: 64"})
     request = TaskRequest(NAMES, long, None, None)
     with pytest.raises(ConfigError, match="64 tokens, but must leave room"):
-        Tasks(load_tasks(request), request, programs(*SMALL, devices=1), BYTES)
+        Tasks(load_tasks(request), request, programs(SMALL, devices=1), BYTES)
 
 
 def test_an_unreachable_hub_is_not_asked_again(asked, monkeypatch):

@@ -24,7 +24,7 @@ def test_both_give_the_same_answers_to_each_example(
 
     from train.evaluate.harness import HarnessModel
 
-    program = programs(*MODEL, devices=1)
+    program = programs(MODEL, devices=1)
     params = perturbed(program.config.model)
     folder = require_empty_folder(str(tmp_path / "exported"))
     write_folder(folder, program, params, store, 0, "float32", True)

@@ -20,7 +20,7 @@ RULE = ("model.num_layers=1", "data.document_start=true")
 
 @pytest.fixture(scope="module")
 def params(programs):
-    config = programs(*RULE, devices=1).config.model
+    config = programs(RULE, devices=1).config.model
     return params_of(GPT(config, nnx.Rngs(4), MODEL_PARTS))
 
 
@@ -31,7 +31,7 @@ def score_of(program, params, store, num_batches):
 
 @pytest.fixture(scope="module")
 def whole(programs, params, store):
-    return score_of(programs(*RULE, devices=1), params, store, -1)
+    return score_of(programs(RULE, devices=1), params, store, -1)
 
 
 def test_each_token_is_scored_once(whole, store):
@@ -42,7 +42,7 @@ def test_the_loss_is_the_mean_over_tokens_and_bits_are_per_byte(
     programs, params, store, whole
 ):
     """The expected loss is computed row by row in numpy, from the logits."""
-    program = programs(*RULE, devices=1)
+    program = programs(RULE, devices=1)
     model = bind(program.model, params)
     execution = program.execution._replace(placement=ONE_DEVICE)
 
@@ -68,8 +68,8 @@ def test_the_loss_is_the_mean_over_tokens_and_bits_are_per_byte(
 
 
 def test_only_the_requested_batches_are_scored(programs, params, store, whole):
-    score = score_of(programs(*RULE, devices=1), params, store, 2)
-    batches = list(validation_batches(store, programs(*RULE, devices=1).config.data, 2))
+    score = score_of(programs(RULE, devices=1), params, store, 2)
+    batches = list(validation_batches(store, programs(RULE, devices=1).config.data, 2))
     assert len(batches) == 2
     assert score.num_targets == sum((b.targets >= 0).sum() for b in batches)
     assert score.num_targets < whole.num_targets
@@ -86,14 +86,14 @@ def test_on_a_mesh_in_microbatches_the_score_is_the_same(
     """No more than one microbatch passes through the layers at once."""
     overrides = (*RULE, *mesh)
     microbatched = programs(
-        *overrides, f"train.accumulation_steps={parts}", devices=count
+        [*overrides, f"train.accumulation_steps={parts}"], devices=count
     )
     score = score_of(microbatched, params, store, -1)
     assert score.num_targets == whole.num_targets
     assert score.loss == pytest.approx(whole.loss, rel=1e-6)
     rows = 8 // math.prod(microbatched.mesh.shape[axis] for axis in ("data", "fsdp"))
     for program, expected_rows in (
-        (programs(*overrides, devices=count), rows),
+        (programs(overrides, devices=count), rows),
         (microbatched, rows // parts),
     ):
         step = program.eval_step.lower(program.state.params, program.batch)

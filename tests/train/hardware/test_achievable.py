@@ -1,4 +1,4 @@
-"""What the constants of programs' rates promise, whatever their values."""
+"""The achievable rates keep these relations, whatever their values are."""
 
 from itertools import pairwise
 

@@ -36,7 +36,7 @@ WEIGHT = (4096, 14336)
 def test_steps_follow_the_dims_of_the_torus(
     composed, name, overrides, gather, small, scatter
 ):
-    at = machine(composed, name, "mesh=fsdp", *overrides)
+    at = machine(composed, name, ["mesh=fsdp", *overrides])
     assert collective_steps(at.mesh) == (AxisSteps("fsdp", gather, small, scatter),)
 
 
@@ -55,7 +55,7 @@ def test_steps_follow_the_dims_of_the_torus(
     ],
 )
 def test_one_step_serves_where_two_take_longer(composed, name, overrides):
-    at = machine(composed, name, "mesh=fsdp", *overrides)
+    at = machine(composed, name, ["mesh=fsdp", *overrides])
     assert collective_steps(at.mesh) == ()
 
 

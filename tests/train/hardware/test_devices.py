@@ -36,7 +36,8 @@ def test_a_mesh_of_stand_ins_is_that_of_the_devices(name, planning, monkeypatch)
                 device.platform,
                 device.device_kind,
                 device.process_index,
-                getattr(device, "slice_index", 0),  # of one slice they have none
+                # Devices of a single slice have no slice_index.
+                getattr(device, "slice_index", 0),
                 tuple(device.coords),
                 device.core_on_chip,
             )

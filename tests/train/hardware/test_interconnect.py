@@ -1,4 +1,4 @@
-"""Bytes a second along axes of a mesh, worked out by hand from links and rings."""
+"""The bandwidth of mesh axes follows from the links and rings of the devices."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from train.hardware.interconnect import (
     rings,
 )
 
-# As in train/hardware/chips.py.
+# These achievable fractions are those of train/hardware/achievable.py.
 ICI = 0.74
 NVLINK = 0.80
 FAR = 0.80
@@ -47,7 +47,7 @@ GB = 1e9
     ],
 )
 def test_ici_is_the_links_that_a_group_can_use(composed, name, overrides, axes, links):
-    at = machine(composed, name, *overrides)
+    at = machine(composed, name, overrides)
     found = bandwidth(at.mesh, axes, "ICI", at.chip)
     assert at.chip.link_bandwidth is not None
     assert found == pytest.approx(ICI * links * at.chip.link_bandwidth)
@@ -81,8 +81,8 @@ def test_links_go_around_in_whole_cubes_and_along_sixteen_chips(family, shape, w
 def test_a_group_has_the_links_that_its_own_members_span(
     composed, members, dims, links
 ):
-    """Of 64 chips as 4 x 4 x 4 along fsdp, the last dim first."""
-    at = machine(composed, "v5p-128", "mesh=fsdp")
+    """The fsdp axis covers 4 x 4 x 4 chips and runs along their last dim first."""
+    at = machine(composed, "v5p-128", ["mesh=fsdp"])
     group = group_at(np.array([members]), at.mesh, dims)
     assert group.links == links
     found = bandwidth(at.mesh, group.axes, "ICI", at.chip, group.links)
@@ -91,19 +91,19 @@ def test_a_group_has_the_links_that_its_own_members_span(
 
 def test_devices_of_a_chip_share_its_links_unless_they_are_of_one_group(composed):
     """tpu7x: two devices a chip, 64 chips as 4 x 4 x 4."""
-    at = machine(composed, "tpu7x-128", "mesh=fsdp")
+    at = machine(composed, "tpu7x-128", ["mesh=fsdp"])
     whole = bandwidth(at.mesh, ["fsdp"], "ICI", at.chip)
     assert whole == pytest.approx(ICI * 6 * 100 * GB)
-    at = machine(composed, "tpu7x-128", "mesh=fsdp_tensor", "mesh.tensor=2")
+    at = machine(composed, "tpu7x-128", ["mesh=fsdp_tensor", "mesh.tensor=2"])
     half = bandwidth(at.mesh, ["fsdp"], "ICI", at.chip)
     assert half == pytest.approx(whole / 2)
 
 
 def test_a_ring_through_nodes_has_the_cards_of_its_members_there(composed):
-    copies = machine(composed, "h100-8x4", "mesh=fsdp", "mesh.data=4")
+    copies = machine(composed, "h100-8x4", ["mesh=fsdp", "mesh.data=4"])
     alone = bandwidth(copies.mesh, ["data"], "network", copies.chip)
     assert alone == pytest.approx(FAR * 50 * GB)
-    shards = machine(composed, "h100-8x4", "mesh=fsdp")
+    shards = machine(composed, "h100-8x4", ["mesh=fsdp"])
     all_cards = bandwidth(shards.mesh, ["fsdp"], "network", shards.chip)
     assert all_cards == pytest.approx(FAR * 8 * 50 * GB)
     inside = bandwidth(copies.mesh, ["fsdp"], "NVLink", copies.chip)
@@ -111,13 +111,13 @@ def test_a_ring_through_nodes_has_the_cards_of_its_members_there(composed):
 
 
 def test_a_node_is_one_whether_each_of_its_gpus_has_a_process(composed):
-    at = machine(composed, "h100-8x2", "mesh=fsdp", "mesh.data=2")
+    at = machine(composed, "h100-8x2", ["mesh=fsdp", "mesh.data=2"])
 
     def like(change):
         return Mesh(np.vectorize(change)(at.mesh.devices), at.mesh.axis_names)
 
     each = like(lambda gpu: dataclasses.replace(gpu, process_index=gpu.id))
-    # As XLA describes GPUs that are not there, in jax 0.10.2: all are of one slice.
+    # For absent GPUs, XLA in jax 0.10.2 reports the same slice for all of them.
     described = like(lambda gpu: dataclasses.replace(gpu, slice_index=0))
     for mesh in (at.mesh, each, described):
         assert group_along(["fsdp"], mesh).network == "NVLink"
@@ -128,7 +128,7 @@ def test_a_node_is_one_whether_each_of_its_gpus_has_a_process(composed):
 
 
 def test_what_a_vendor_does_not_say_is_not_made_up(composed):
-    at = machine(composed, "v4-8x2", "mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2")
+    at = machine(composed, "v4-8x2", ["mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2"])
     with pytest.raises(NotStated, match=r"TPU v4.*dcn_bandwidth"):
         bandwidth(at.mesh, ["data"], "DCN", at.chip)
     silent = dataclasses.replace(at.chip, link_bandwidth=None)
@@ -137,6 +137,6 @@ def test_what_a_vendor_does_not_say_is_not_made_up(composed):
 
 
 def test_bytes_of_an_all_to_all_pass_a_quarter_of_each_ring(composed):
-    at = machine(composed, "v5e-256", "mesh=fsdp")
+    at = machine(composed, "v5e-256", ["mesh=fsdp"])
     assert hops(at.mesh, ["fsdp"], "ICI") == 16 / 4 + 16 / 4
     assert hops(at.mesh, ["fsdp"], "NVLink") == 1

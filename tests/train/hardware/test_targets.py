@@ -16,7 +16,7 @@ SIZES = {
     "tpu7x": (8, 16, 32, 64, *range(128, 18433, 128)),
     **{gpu: (1, 2, 4, 8) for gpu in ("a100", "h100", "h200", "b200")},
 }
-CORES = ("v4", "v5p", "tpu7x")  # what their names count, two a chip
+CORES = ("v4", "v5p", "tpu7x")  # These names count cores, and a chip has two.
 NAMES = [(family, size) for family, sizes in SIZES.items() for size in sizes]
 
 

@@ -25,7 +25,7 @@ def test_heads_that_are_outputs_have_their_own_matrices(configure, mixer):
     """The output projection and parameters without heads stay whole."""
     options, expected = CASES[mixer]
     overrides = (f"model.{option}" for option in [f"mixer={mixer}", *options])
-    model = abstract_gpt(configure(*overrides).model, MODEL_PARTS)
+    model = abstract_gpt(configure(overrides).model, MODEL_PARTS)
     shapes = dict(named(params_of(model)))
     heads = {}
     for name, info in named(param_infos(model), is_info):

@@ -113,13 +113,13 @@ BOTH = pytest.mark.parametrize(("model", "factor"), [(GROUPED, 1.7), (LATENT, 2.
 
 @BOTH
 def test_an_update_is_the_papers(programs, store, scores_of, model, factor):
-    plain = programs(*MUON, *model, devices=1)
+    plain = programs([*MUON, *model], devices=1)
     config = plain.config.model
     state, batch = make_state(plain, store, factor)
     bounds = bounds_of(scores_of(state.params, config, batch.inputs))
     assert 0 < (bounds > THRESHOLD).sum() < bounds.size
     unclipped, _ = step(plain, state, batch)
-    params, metrics = step(programs(*MUON, *model, CLIP, devices=1), state, batch)
+    params, metrics = step(programs([*MUON, *model, CLIP], devices=1), state, batch)
     np.testing.assert_allclose(metrics["max_score"], bounds.max(axis=1), rtol=1e-5)
     assert_near(params, clipped_by_paper(unclipped, bounds, config))
 
@@ -141,8 +141,8 @@ def slow(*values):
     ids=" ".join,
 )
 def test_eight_devices_clip_like_one(programs, store, scores_of, mesh, model, factor):
-    plain = programs(*MUON, *model, *mesh, devices=8)
-    clipping = programs(*MUON, *model, *mesh, CLIP, devices=8)
+    plain = programs([*MUON, *model, *mesh], devices=8)
+    clipping = programs([*MUON, *model, *mesh, CLIP], devices=8)
     state, batch = make_state(plain, store, factor)
     bounds = bounds_of(scores_of(state.params, plain.config.model, batch.inputs))
     unclipped, _ = step(plain, state, batch)
@@ -155,7 +155,9 @@ def test_no_score_of_the_batch_stays_above_the_threshold(
     programs, store, scores_of, model, factor
 ):
     """The update is zero, so that only clipping changes weights."""
-    clipping = programs(*MUON, *model, CLIP, NO_UPDATE, "model.num_layers=1", devices=1)
+    clipping = programs(
+        [*MUON, *model, CLIP, NO_UPDATE, "model.num_layers=1"], devices=1
+    )
     state, batch = make_state(clipping, store, factor)
     params, _ = step(clipping, state, batch)
     config = clipping.config.model
@@ -174,7 +176,7 @@ def test_no_score_of_the_batch_stays_above_the_threshold(
 
 
 def test_a_skipped_step_clips_nothing(programs, store):
-    clipping = programs(*MUON, *GROUPED, CLIP, devices=1)
+    clipping = programs([*MUON, *GROUPED, CLIP], devices=1)
     state, batch = make_state(clipping, store, 1.7)
     state.params["embedding"]["weight"] = np.full((384, 32), np.nan, np.float32)
     params, metrics = step(clipping, state, batch)
@@ -183,14 +185,14 @@ def test_a_skipped_step_clips_nothing(programs, store):
 
 
 def test_clipping_does_not_change_the_format_of_the_state(programs):
-    plain, clipping = (programs(*MUON, *GROUPED, *m) for m in ((), (CLIP,)))
+    plain, clipping = (programs([*MUON, *GROUPED, *m]) for m in ((), (CLIP,)))
     assert plain.state == clipping.state
 
 
 @pytest.mark.slow
 def test_layers_without_attention_are_left_out(programs, store):
     mixers = "model.mixer_pattern=[gated_delta, attention]"
-    clipping = programs(*MUON, "model=llama_nano", mixers, CLIP, devices=1)
+    clipping = programs([*MUON, "model=llama_nano", mixers, CLIP], devices=1)
     state, batch = make_state(clipping, store, 1.7)
     _, metrics = step(clipping, state, batch)
     assert metrics["max_score"][0] == 0
@@ -211,8 +213,8 @@ def test_layers_without_attention_are_left_out(programs, store):
 )
 def test_settings_that_exclude_qk_clip_are_refused(configure, key, value):
     base = ("model=llama_nano", CLIP)
-    assert config_mistakes(configure(*base)) == []
-    (mistake,) = config_mistakes(configure(*base, f"{key}={value}"))
+    assert config_mistakes(configure(base)) == []
+    (mistake,) = config_mistakes(configure([*base, f"{key}={value}"]))
     assert mistake.key == "optimizer.qk_clip"
     assert key in mistake.rule
-    assert config_mistakes(configure(*base[:1], f"{key}={value}")) == []
+    assert config_mistakes(configure([*base[:1], f"{key}={value}"])) == []

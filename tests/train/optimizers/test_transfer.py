@@ -45,7 +45,7 @@ def test_adamw_with_multipliers_on_branches_and_logits_computes_the_same(
     programs: Programs,
 ):
     """The paper's weight, times its multiplier, is our weight after two updates."""
-    program = programs(*TRANSFER, *ADAMW, "model.bias=true", "schedule=constant")
+    program = programs([*TRANSFER, *ADAMW, "model.bias=true", "schedule=constant"])
     optimizer = program.optimizer
     config = program.config.optimizer
     params = jax.tree.map(
@@ -89,9 +89,9 @@ def test_adamw_with_multipliers_on_branches_and_logits_computes_the_same(
 @pytest.mark.parametrize("init", ["gpt2", "scaled", "zero"])
 def test_initial_stds_are_those_of_the_base(programs: Programs, init: str):
     keys = (f"model.init={init}", *ADAMW)
-    large = programs(*TRANSFER, *keys).init().params
+    large = programs([*TRANSFER, *keys]).init().params
     base = ("model.embed_dim=16", "model.num_layers=2", "model.num_heads=1")
-    base = programs(*MODEL, *base, "model.num_kv_heads=1", *keys).init().params
+    base = programs([*MODEL, *base, "model.num_kv_heads=1", *keys]).init().params
     for (name, x), (_, y) in zip(named(large), named(base), strict=True):
         multiplier, rate, *_ = paper_factors(name)
         expected = float(jnp.std(y)) * multiplier * rate**0.5
@@ -100,7 +100,7 @@ def test_initial_stds_are_those_of_the_base(programs: Programs, init: str):
 
 def test_a_branch_that_ends_with_a_norm_is_scaled_by_it(programs: Programs):
     keys = ("model.norm_placement=after", "model.norm_unit_offset=true", *ADAMW)
-    program = programs(*TRANSFER, *keys)
+    program = programs([*TRANSFER, *keys])
     params = dict(named(program.init().params))
     factors = program.optimizer.factors
     ends = [name for name in params if name.endswith("output_norm.scale")]
@@ -130,7 +130,7 @@ def test_the_block_of_a_prediction_module_is_scaled_like_a_layer(
 ):
     depth = () if "model.predict_ahead=2" in keys else ("model.predict_ahead=1",)
     overrides = (f"model.init={init}", *keys, *depth, *ADAMW)
-    factors = programs(*TRANSFER, *overrides).optimizer.factors
+    factors = programs([*TRANSFER, *overrides]).optimizer.factors
     block = "predict_ahead.0.block."
     names = [name for name in factors if name.startswith(block)]
     for name in names:
@@ -145,7 +145,7 @@ def test_the_block_of_a_prediction_module_is_scaled_like_a_layer(
 
 def test_a_tied_head_is_scaled_by_the_last_norm(programs: Programs):
     keys = ("model.tied_head=true", "model.predict_ahead=1", *ADAMW)
-    program = programs(*TRANSFER, *keys)
+    program = programs([*TRANSFER, *keys])
     factors = program.optimizer.factors
     for name in ("norm.scale", "predict_ahead.0.norm.scale"):
         assert factors[name] == (1 / WIDTH, 1 / WIDTH, 1)
@@ -156,7 +156,7 @@ def test_a_tied_head_is_scaled_by_the_last_norm(programs: Programs):
 
 def test_a_model_of_the_base_size_does_not_change(programs: Programs):
     base = ("optimizer.base_width=64", "optimizer.base_depth=4")
-    program = programs(*MODEL, "optimizer.transfer=completep", *base, *ADAMW)
+    program = programs([*MODEL, "optimizer.transfer=completep", *base, *ADAMW])
     assert {*program.optimizer.factors.values()} == {(1.0, 1.0, 1.0)}
 
 
@@ -165,7 +165,7 @@ def test_muons_rate_follows_the_norm_of_its_update(
     programs: Programs, scale: str, rate: float
 ):
     keys = ("optimizer=muon", f"optimizer.muon_scale={scale}")
-    factors = programs(*TRANSFER, *keys).optimizer.factors
+    factors = programs([*TRANSFER, *keys]).optimizer.factors
     assert factors["layers.0.0.mlp.up.weight"].learning_rate == rate
     assert factors["layers.0.0.mlp.down.weight"].learning_rate == rate / DEPTH
 
@@ -197,4 +197,4 @@ def test_a_longer_run_follows_the_same_equation():
     ],
 )
 def test_a_transfer_without_its_base_is_refused(configure, keys, key):
-    assert key in [mistake.key for mistake in config_mistakes(configure(*keys))]
+    assert key in [mistake.key for mistake in config_mistakes(configure(keys))]

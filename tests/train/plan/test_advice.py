@@ -72,7 +72,7 @@ def test_the_bottleneck_is_named_and_the_remedy_is_an_override(
     composed, layout, cost, bottleneck, override, capsys
 ):
     name, *overrides = layout.split()
-    cluster = machine(composed, name, *overrides)
+    cluster = machine(composed, name, overrides)
     prediction = cluster.predict(cost)
     advice = cluster.advise(prediction)
     assert advice.override == override
@@ -80,19 +80,19 @@ def test_the_bottleneck_is_named_and_the_remedy_is_an_override(
     print_prediction(prediction, advice)
     assert f"{advice.change}: {advice.override}".strip(": ") in capsys.readouterr().out
     if override and override != "search=true":
-        changed_cluster = machine(composed, name, *overrides, *override.split())
+        changed_cluster = machine(composed, name, [*overrides, *override.split()])
         assert changed_cluster.config != cluster.config
 
 
 def test_idle_matrix_units_are_named(composed):
-    cluster = machine(composed, "v6e-8", "mesh=fsdp", "data.batch_size=8")
+    cluster = machine(composed, "v6e-8", ["mesh=fsdp", "data.batch_size=8"])
     prediction = dataclasses.replace(cluster.predict(step()), fill=0.25)
     assert "25% of matrix units" in cluster.advise(prediction).bottleneck
 
 
 def test_the_bound_of_each_section_is_printed(composed, capsys):
     """Products bound the step as a whole, but memory bounds the loss."""
-    cluster = machine(composed, "v5e-256", *FSDP.split())
+    cluster = machine(composed, "v5e-256", FSDP.split())
     layers = step(products=3.0)
     loss = step(products=0.5, memory=1.0)
     (first,) = layers.sections

@@ -48,7 +48,7 @@ def held_bytes(parts) -> int:
 @pytest.mark.skipif(bool(NO_LIBTPU), reason=f"{NO_LIBTPU}")
 def test_a_step_for_tpus_is_the_training_step(configure, planning, target, overrides):
     machine = parse_target(target)
-    config = configure(*LONG, "mesh=fsdp", *overrides, "data.batch_size=16")
+    config = configure([*LONG, "mesh=fsdp", *overrides, "data.batch_size=16"])
     program = make_program(config, fake_devices(machine))
     compiled = compile_step(program)
     parts = device_memory(program, compiled).parts
@@ -64,7 +64,7 @@ def test_a_step_for_tpus_is_the_training_step(configure, planning, target, overr
 def test_a_step_that_is_too_large_ends_with_figures(configure, planning):
     target = parse_target("v5e-1")
     mlp = "model.mlp_dim=65536"
-    config = configure(*LONG, "model.embed_dim=8192", mlp, "data.batch_size=1")
+    config = configure([*LONG, "model.embed_dim=8192", mlp, "data.batch_size=1"])
     program = make_program(config, fake_devices(target))
     with pytest.raises(OutOfMemory) as error:
         compile_step(program)
@@ -77,7 +77,7 @@ def test_a_step_that_is_too_large_ends_with_figures(configure, planning):
 def plan(forks: Forks, tmp_path: Path) -> Callable[..., tuple[str, str]]:
     """Run `python -m train.plan` and return its stdout and stderr."""
 
-    def plan(*overrides: str, code: int = 0) -> tuple[str, str]:
+    def plan(overrides: list[str], code: int = 0) -> tuple[str, str]:
         result = forks.run(["-m", "train.plan", *SMALL, *overrides], tmp_path)
         assert result.returncode == code, result.stderr[-4000:]
         assert "Traceback" not in result.stderr
@@ -98,7 +98,7 @@ def test_a_compiled_plan_is_one_json_object(plan, target, attention, code):
     overrides = ["mesh=ddp", "data.batch_size=8", "runtime.cpu_devices=2"]
     margin = "margin=0.99999999" if code else "margin=0.05"
     options = (margin, "json=true", "plan.array=norm.scale")
-    out, _ = plan(f"target={target}", *overrides, *options, code=code)
+    out, _ = plan([f"target={target}", *overrides, *options], code=code)
     values = json.loads(out)
     assert values["target"] == target
     assert values["attention"] == attention
@@ -114,7 +114,7 @@ def test_a_compiled_plan_is_one_json_object(plan, target, attention, code):
 @pytest.mark.skipif(bool(NO_PLUGIN), reason=f"{NO_PLUGIN}")
 def test_an_absent_hopper_runs_cudnn_with_a_large_head_dim(configure, planning):
     head = ("model.num_heads=1", "model.head_dim=192")
-    config = configure(*LONG, *head, "mesh=ddp", "data.batch_size=1")
+    config = configure([*LONG, *head, "mesh=ddp", "data.batch_size=1"])
     program = make_program(config, fake_devices(parse_target("h100-1")))
     assert program.execution.attention.kernel == "cudnn"
     assert "__cudnn$fmha" in lower_step(program)[1].as_text()
@@ -122,7 +122,7 @@ def test_an_absent_hopper_runs_cudnn_with_a_large_head_dim(configure, planning):
 
 def test_all_mistakes_are_listed_at_once(plan):
     overrides = "runtime.cpu_devices=8", "mesh.fsdp=3", "model.vocab_size=100"
-    _, err = plan(*overrides, "data.batch_size=8", code=78)
+    _, err = plan([*overrides, "data.batch_size=8"], code=78)
     assert "4 mistakes" in err
     for key in ("mesh", "data.batch_size", "mesh.params.embed", "model.vocab_size"):
         assert f"\n  {key} = " in err
@@ -131,7 +131,7 @@ def test_all_mistakes_are_listed_at_once(plan):
 @pytest.mark.skipif(NO_PLUGIN is None, reason="the compiler is installed")
 def test_without_the_compiler_a_step_is_estimated(plan, tmp_path):
     overrides = "mesh=fsdp", "data.batch_size=8", f"output={tmp_path}"
-    out, err = plan("target=h100-8", *overrides)
+    out, err = plan(["target=h100-8", *overrides])
     assert "pip install -e '.[plan-gpu]'" in err
     assert "fits        not known" in out
     assert "MFU" in out

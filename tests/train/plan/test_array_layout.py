@@ -10,7 +10,7 @@ from train.plan.array_layout import array_slices, print_slices
 
 
 def test_an_arrays_slices_are_printed_and_returned(programs, capsys):
-    program = programs("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", devices=8)
+    program = programs(["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"], devices=8)
     name = "layers.0.0.mlp.down.weight"
     devices = program.mesh.devices.flat
     array = json.loads(json.dumps(array_slices(program, name)))

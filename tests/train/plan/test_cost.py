@@ -12,7 +12,7 @@ from train.plan.plan import compile_and_read
 
 def test_data_parallelism_reduces_every_gradient_once(programs, capsys):
     """Gradients are reduced in float32, and nothing else of that size is reduced."""
-    program = programs("mesh.data=4", devices=4)
+    program = programs(["mesh.data=4"], devices=4)
     cost = compile_and_read(program).cost
     assert cost.unread == ()
     gradient_bytes = 4 * sum(x.size for x in jax.tree.leaves(program.state.params))

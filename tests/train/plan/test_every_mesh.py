@@ -58,8 +58,8 @@ def draw_mesh(rng: random.Random, target: str) -> list[str]:
 def plan(composed, lay_out):
     """Return a function that plans a command line as `train.plan` does."""
 
-    def plan(target: str, *overrides: str) -> dict:
-        config = composed("tracker=none", *overrides)
+    def plan(target: str, overrides: list[str]) -> dict:
+        config = composed(["tracker=none", *overrides])
         if mistakes := config_mistakes(config):
             raise ConfigError(mistakes)
         result = estimate(lay_out(config, target), AMPLE)
@@ -82,14 +82,14 @@ def test_a_preset_is_planned_on_random_meshes_or_refused(plan, preset, platform)
         mesh = draw_mesh(rng, target)
         shape = (f"model={preset}", "model.vocab_size=32000", "data.batch_size=64")
         with suppress(ConfigError):
-            values = plan(target, *shape, *choices, *mesh)
+            values = plan(target, [*shape, *choices, *mesh])
             assert values["needed"]["bytes"] > 0
 
 
 def test_the_heads_that_ulysses_exchanges_are_traced_as_they_are(plan):
     """Traces give the tensor axis size 2, although it has size 1 here."""
     shape = ("model=gpt2_nano", "data.batch_size=64", "data.sequence_length=256")
-    values = plan("v5e-8", *shape, "mesh.fsdp=2", "mesh.context=4")
+    values = plan("v5e-8", [*shape, "mesh.fsdp=2", "mesh.context=4"])
     assert values["needed"]["bytes"] > 0
 
 
@@ -107,5 +107,5 @@ def test_the_heads_that_ulysses_exchanges_are_traced_as_they_are(plan):
     ],
 )
 def test_losses_in_tiles_on_a_pipeline_of_gpus_are_planned(plan, mesh):
-    values = plan("h100-8x8", *MIXTRAL, *mesh)
+    values = plan("h100-8x8", [*MIXTRAL, *mesh])
     assert values["prediction"]["step_s"]["low"] > 0

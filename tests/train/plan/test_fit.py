@@ -28,7 +28,7 @@ SAVING = "optimizer.moment_dtype=int8 optimizer.offload=true train.offload=[resi
 def laid_out(composed, lay_out, monkeypatch):
     """Return a function that lays a model out on eight absent chips of a new libtpu."""
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
-    return lambda *overrides: lay_out(composed(*GPT2, *overrides), "v5e-8")
+    return lambda overrides: lay_out(composed([*GPT2, *overrides]), "v5e-8")
 
 
 def needed_bytes(program) -> int:
@@ -53,8 +53,8 @@ def fit(program, memory, available):
     ],
 )
 def test_the_advised_changes_fit_only_with_the_last_one(laid_out, overrides, advised):
-    program = laid_out(*overrides.split())
-    available = needed_bytes(laid_out(*overrides.split(), *advised.split()))
+    program = laid_out(overrides.split())
+    available = needed_bytes(laid_out([*overrides.split(), *advised.split()]))
     advice = fit(program, estimate_memory(program), available)
     assert advice.override == advised
     *previous, last = advice.changes
@@ -63,7 +63,7 @@ def test_the_advised_changes_fit_only_with_the_last_one(laid_out, overrides, adv
 
 
 def test_insufficient_changes_are_listed_with_what_remains(laid_out, capsys):
-    program = laid_out("mesh=ddp", "data.batch_size=8")
+    program = laid_out(["mesh=ddp", "data.batch_size=8"])
     compiled = Figure(24 * 1024 * MIB, "compiled")
     memory = dataclasses.replace(estimate_memory(program), needed=compiled)
     advice = fit(program, memory, 15 * 1024 * MIB)

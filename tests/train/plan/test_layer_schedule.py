@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -43,7 +44,7 @@ GATHER = (
 )
 
 
-def loop_body(name: str, lines: tuple[str, ...]) -> str:
+def loop_body(name: str, lines: Sequence[str]) -> str:
     body = "\n".join(f"  {line}" for line in lines)
     return f"""
 %{name} (state: {STATE}) -> {STATE} {{
@@ -57,7 +58,9 @@ def loop_body(name: str, lines: tuple[str, ...]) -> str:
 """
 
 
-def simulate(*body: str, send_s=1.0, inner: tuple[str, ...] = ()) -> Timeline:
+def simulate(
+    body: Sequence[str], send_s: float = 1.0, inner: Sequence[str] = ()
+) -> Timeline:
     """Simulate a layer whose products take a second and whose gathers take `send_s`.
 
     Three layers run in a loop; `inner` is the body of a loop of three trips in each.
@@ -94,7 +97,7 @@ def lane_spans(timeline: Timeline, name: str) -> list[tuple]:
 
 @pytest.mark.parametrize(("send_s", "wait"), [(0.5, []), (1.5, [(WAIT, 1, 0.5)])])
 def test_a_layer_waits_for_the_part_of_a_gather_that_no_product_hides(send_s, wait):
-    layer = simulate(*GATHER, send_s=send_s)
+    layer = simulate(GATHER, send_s=send_s)
     end = max(1, send_s)
     assert (layer.name, layer.trips) == ("forward", 3)
     assert layer.seconds == pytest.approx(end + 1)
@@ -106,7 +109,7 @@ def test_a_layer_waits_for_the_part_of_a_gather_that_no_product_hides(send_s, wa
 
 def test_a_synchronous_collective_is_not_hidden():
     add = f"%sum = {MATRIX} all-reduce(%b), {ALL}"
-    layer = simulate(*GATHER, add, send_s=0.5)
+    layer = simulate([*GATHER, add], send_s=0.5)
     # An all-reduce sends twice the bytes of a gather.
     assert lane_spans(layer, "memory: fsdp")[-1] == ("all-reduce", 2, 1)
     assert lane_spans(layer, COMPUTE)[-1] == (WAIT, 2, 1)
@@ -114,14 +117,14 @@ def test_a_synchronous_collective_is_not_hidden():
 
 def test_a_gather_without_a_waiter_ends_with_the_layer():
     fused = f"%a = {MATRIX} fusion(%w), kind=kCustom, calls=%gather, {NAME}"
-    layer = simulate(fused, GATHER[1].replace("%a", "%b"), send_s=4)
+    layer = simulate([fused, GATHER[1].replace("%a", "%b")], send_s=4)
     assert layer.seconds == 4
     assert lane_spans(layer, COMPUTE) == [(PRODUCT, 0, 1), (WAIT, 1, 3)]
 
 
 def test_a_loop_in_a_layer_runs_all_its_trips():
     loop = f"%loop = {STATE} while(%state), condition=%cond, body=%inner, {LOOP}"
-    layer = simulate(loop, inner=GATHER, send_s=2)
+    layer = simulate([loop], inner=GATHER, send_s=2)
     assert layer.seconds == 9
     assert lane_spans(layer, "memory: fsdp") == [("all-gather", 0, 6)]
     assert lane_spans(layer, COMPUTE) == [

@@ -15,15 +15,15 @@ GB = 2**30
 
 @pytest.fixture
 def laid_out(configure, lay_out):
-    """Return a function: (target, mesh, *overrides) -> a tiny laid-out program."""
-    return lambda name, mesh, *overrides: lay_out(
-        configure(f"mesh={mesh}", "model.attention=xla", *overrides), name
+    """Return a function: (target, overrides) -> a tiny laid-out program."""
+    return lambda target, overrides: lay_out(
+        configure(["model.attention=xla", *overrides]), target
     )
 
 
 @pytest.mark.parametrize("mesh", ["single", "ddp", "fsdp", "fsdp_tensor"])
 def test_state_is_what_the_first_device_really_holds(programs, mesh):
-    program = programs(f"mesh={mesh}", devices=1 if mesh == "single" else 4)
+    program = programs([f"mesh={mesh}"], devices=1 if mesh == "single" else 4)
     parts = device_memory(program).parts
     state = program.init()
     expected = {
@@ -52,15 +52,15 @@ def state_bytes(program) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "part"),
+    ("overrides", "part"),
     [
-        (("ddp",), 1),  # Four copies on a host are saved once.
-        (("fsdp",), 2),
-        (("fsdp", "mesh.data=2", "mesh.dcn.data=2"), 1),
+        (["mesh=ddp"], 1),  # Four copies on a host are saved once.
+        (["mesh=fsdp"], 2),
+        (["mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2"], 1),
     ],
 )
-def test_a_host_copies_what_its_devices_hold_once(laid_out, mesh, part):
-    program = laid_out("h100-4x2", *mesh)
+def test_a_host_copies_what_its_devices_hold_once(laid_out, overrides, part):
+    program = laid_out("h100-4x2", overrides)
     ledger = device_memory(program)
     assert ledger.checkpoint == Figure(state_bytes(program), "computed")
     # Counters are replicated.
@@ -72,7 +72,7 @@ def test_a_host_copies_what_its_devices_hold_once(laid_out, mesh, part):
 
 def test_a_step_that_is_out_of_memory_does_not_fit(laid_out):
     ledger = device_memory(
-        laid_out("v5e-8", "fsdp"), OutOfMemory(20 * GB, int(15.75 * GB))
+        laid_out("v5e-8", ["mesh=fsdp"]), OutOfMemory(20 * GB, int(15.75 * GB))
     )
     assert ledger.needed == Figure(20 * GB, "compiled")
     assert ledger.fits(memory_budget(parse_target("v5e-8").chip, 0.0)) is False
@@ -83,7 +83,7 @@ def test_a_gpus_smaller_budget_is_explained_and_empty_items_are_left_out(
     laid_out, monkeypatch, capsys, name, noted
 ):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
-    ledger = device_memory(laid_out(name, "fsdp"))
+    ledger = device_memory(laid_out(name, ["mesh=fsdp"]))
     items = {"one layer": Figure(1, "estimated"), "logits": Figure(0, "estimated")}
     ledger = dataclasses.replace(ledger, temporaries=items)
     print_memory(ledger, memory_budget(parse_target(name).chip, 0.05), None)

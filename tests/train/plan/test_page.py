@@ -21,7 +21,7 @@ HELD = {"parameters": 100, "optimizer state": 200, "batch": 10, "gradients": 100
 @pytest.fixture
 def plan(configure, lay_out):
     cube = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "model.attention=xla")
-    return estimate(lay_out(configure(*cube), "v5e-8"))
+    return estimate(lay_out(configure(cube), "v5e-8"))
 
 
 @pytest.fixture

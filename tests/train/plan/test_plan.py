@@ -18,8 +18,8 @@ AMPLE = MemoryBudget(*[2**40] * 3)
 
 @pytest.fixture
 def laid_out(composed, lay_out):
-    """Return a function: (target, *overrides) -> GPT-2 laid out on absent chips."""
-    return lambda target, *overrides: lay_out(composed(*GPT2, *overrides), target)
+    """Return a function: (target, overrides) -> GPT-2 laid out on absent chips."""
+    return lambda target, overrides: lay_out(composed([*GPT2, *overrides]), target)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_step_that_does_not_fit_gets_advice_if_no_speed_is_known(
 ):
     """No source states v4's network between slices, so no search compares layouts."""
     layout = "mesh=ddp", "mesh.dcn.data=2", "data.batch_size=64"
-    plan = estimate(laid_out("v4-8x2", *layout), MemoryBudget(*[mib * 2**20] * 3))
+    plan = estimate(laid_out("v4-8x2", layout), MemoryBudget(*[mib * 2**20] * 3))
     assert plan.prediction is None
     assert plan.advice is not None
     assert plan.advice.change.endswith(change)
@@ -46,11 +46,11 @@ def test_a_step_that_does_not_fit_gets_advice_if_no_speed_is_known(
     assert plan.advice.change in printed
     for suggestion in plan.advice.changes:
         assert suggestion.override in printed
-    assert estimate(laid_out("v4-8x2", *layout), AMPLE).advice is None
+    assert estimate(laid_out("v4-8x2", layout), AMPLE).advice is None
 
 
 def test_a_step_that_does_not_fit_has_no_speed(laid_out, capsys):
-    program = laid_out("v5e-8", "mesh=fsdp", "data.batch_size=64")
+    program = laid_out("v5e-8", ["mesh=fsdp", "data.batch_size=64"])
     needed = estimate(program, AMPLE).memory.needed.bytes
     plan = estimate(program, MemoryBudget(*[needed - 1] * 3))
     values = plan.as_json()
@@ -65,7 +65,7 @@ def test_a_step_that_does_not_fit_has_no_speed(laid_out, capsys):
 
 def test_a_small_copy_predicts_the_memory_of_a_deep_model(programs):
     shape = "model.num_layers=8", "train.remat=full", "model.embed_dim=64"
-    program = programs("mesh=fsdp", *shape, devices=4)
+    program = programs(["mesh=fsdp", *shape], devices=4)
     full = compile_and_read(program)
     copy = compile_small(program)
     assert (copy.memory.needed.how, copy.cost.how) == ("extrapolated", "estimated")
@@ -76,7 +76,7 @@ def test_a_small_copy_predicts_the_memory_of_a_deep_model(programs):
 def test_recomputing_less_is_advised_if_it_fits_and_is_faster(composed, lay_out):
     shape = "model=llama3_8b", "model.num_layers=4", "data.sequence_length=4096"
     options = "optimizer=adamw", "mesh=fsdp", "data.batch_size=64", "train.remat=full"
-    program = lay_out(composed(*shape, *options), "v5p-64")
+    program = lay_out(composed([*shape, *options]), "v5p-64")
     plan = estimate(program, AMPLE)
     assert plan.advice.bottleneck.startswith("bound by computing")
     remat = parse_policy(plan.advice.override.removeprefix("train.remat="))

@@ -58,7 +58,7 @@ def test_a_policy_that_saves_more_needs_more_memory_and_fewer_flops(programs):
         for policy in POLICIES
         if policy != LATENT
     )
-    plans = [estimate(programs(remat, swiglu)) for remat in remats]
+    plans = [estimate(programs([remat, swiglu])) for remat in remats]
     memory = [plan.memory.needed.bytes for plan in plans]
     flops = [plan.cost.flops.total for plan in plans]
     assert memory == sorted(memory)

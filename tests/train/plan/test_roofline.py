@@ -20,7 +20,7 @@ ICI_RATE = 0.74 * 200e9
 
 @pytest.fixture(scope="module")
 def v5e(composed):
-    return machine(composed, "v5e-256", "mesh=fsdp", "data.batch_size=256")
+    return machine(composed, "v5e-256", ["mesh=fsdp", "data.batch_size=256"])
 
 
 def test_transfers_to_host_memory_overlap_with_all_sections(v5e):
@@ -55,7 +55,7 @@ def test_a_step_of_products_takes_their_flops_over_the_rate(v5e):
 )
 def test_eight_bit_products_run_at_their_own_rate(composed, target, dtype, rates):
     key = f"model.compute_dtype={dtype}"
-    cluster = machine(composed, target, "mesh=fsdp", "data.batch_size=256", key)
+    cluster = machine(composed, target, ["mesh=fsdp", "data.batch_size=256", key])
     cost = execution(3e14, 0)
     flops = replace(cost.flops, eight_bits=2e14)
     plain = cluster.predict(cost)
@@ -76,7 +76,7 @@ def test_products_grouped_by_expert_take_longer(composed):
     """They run at a fraction of the rate, or as fast as memory supplies their tiles."""
     slowdowns = {}
     for target in ("v5p-32", "v6e-16", "h100-8"):
-        cluster = machine(composed, target, "mesh=fsdp", "data.batch_size=16")
+        cluster = machine(composed, target, ["mesh=fsdp", "data.batch_size=16"])
         cost = execution(1e15, 0)
         flops = replace(cost.flops, grouped=4e14)
         plain = cluster.predict(cost)
@@ -90,7 +90,9 @@ def test_products_grouped_by_expert_take_longer(composed):
 def test_only_products_hide_their_memory_traffic(v5e):
     """Products take a second; memory takes three seconds, two of them by products."""
     second = round(MEMORY_RATE)
-    prediction = v5e.predict(execution(PRODUCT_RATE, 3 * second, beside=2 * second))
+    prediction = v5e.predict(
+        execution(PRODUCT_RATE, 3 * second, product_bytes=2 * second)
+    )
     assert prediction.memory == pytest.approx(3)
     assert prediction.bounds.low == pytest.approx(3)
     assert prediction.bounds.high == pytest.approx(2 + 1)
@@ -113,7 +115,7 @@ def test_collectives_without_overlap_may_add_to_products(v5e):
 def test_layers_wait_for_activations(composed):
     """Products take a second, and tensor parallelism takes half a second."""
     overrides = ("mesh=fsdp_tensor", "mesh.tensor=16", "data.batch_size=256")
-    cluster = machine(composed, "v5e-256", *overrides)
+    cluster = machine(composed, "v5e-256", overrides)
     collective = total("tensor", "ICI", 0.5 * 0.74 * 100e9)
     prediction = cluster.predict(execution(PRODUCT_RATE, 0, collective))
     assert prediction.bounds.low == pytest.approx(1.5)
@@ -123,7 +125,7 @@ def test_layers_wait_for_activations(composed):
 def test_slices_exchange_gradients_at_the_speed_of_the_network(composed):
     """Each chip sends 4 GB over DCN. Programs achieve a third of its 3.125 GB/s."""
     overrides = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=512")
-    cluster = machine(composed, "v5e-256x2", *overrides)
+    cluster = machine(composed, "v5e-256x2", overrides)
     collective = total("data", "DCN", 4e9, overlapped=0.25)
     prediction = cluster.predict(execution(PRODUCT_RATE, 0, collective))
     sending_s = 4 / (0.33 * 3.125)
@@ -140,7 +142,7 @@ def test_slices_exchange_gradients_at_the_speed_of_the_network(composed):
 def test_kernels_of_a_gpu_run_one_after_another(composed):
     """Products, memory and gathers take a second each."""
     overrides = ("mesh=fsdp", "model.attention=xla", "data.batch_size=16")
-    cluster = machine(composed, "h100-8", *overrides)
+    cluster = machine(composed, "h100-8", overrides)
     flops = HOPPER.products * 989.5e12
     collective = total("fsdp", "NVLink", 0.8 * 450e9)
     prediction = cluster.predict(
@@ -179,7 +181,7 @@ def test_the_update_of_a_compiled_step_is_bound_by_memory(stored_step):
 
 def test_a_rate_that_the_vendor_does_not_state_is_named(composed):
     overrides = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=16")
-    cluster = machine(composed, "v4-8x2", *overrides)
+    cluster = machine(composed, "v4-8x2", overrides)
     with pytest.raises(NotStated, match="dcn_bandwidth"):
         cluster.predict(execution(1e12, 0, total("data", "DCN", 1e6)))
 
@@ -201,7 +203,7 @@ def test_the_optimistic_time_is_the_shorter_one(products, memory, part, networks
 
 @pytest.mark.parametrize("target", ["h100-8", "a100-8", "b200-8", "v5e-8", "v6e-8"])
 def test_the_range_includes_the_times_of_published_steps(composed, target):
-    cluster = machine(composed, target, "mesh=fsdp", "model.attention=xla")
+    cluster = machine(composed, target, ["mesh=fsdp", "model.attention=xla"])
     prediction = cluster.predict(execution(1e15, 10**9))
     assert cluster.chip.judged
     for ratio in cluster.chip.judged:

@@ -14,7 +14,7 @@ def test_traffic_grows_like_a_ring_and_speed_falls(composed, capsys):
     flops = 0.1 * 0.865 * 197e12
     collective = total("data", "DCN", 1e8)
     step = execution(flops, 0, total("fsdp", "ICI", 1e9, 1.0), collective)
-    cluster = machine(composed, "v5e-256x2", *TWO_SLICES, "data.sequence_length=1024")
+    cluster = machine(composed, "v5e-256x2", [*TWO_SLICES, "data.sequence_length=1024"])
     points = cluster.weak_scaling(step)
     rows = {point.slices: point for point in points}
     for slices, expected in {1: 0, 2: 1e8, 4: 1.5e8, 199: 2e8 * 198 / 199}.items():
@@ -35,7 +35,7 @@ def test_traffic_grows_like_a_ring_and_speed_falls(composed, capsys):
 @pytest.mark.parametrize("preset", ["fsdp", "ddp"])
 def test_a_ring_of_gpus_goes_through_all_of_each_node(composed, preset):
     """Each GPU sends a gather except for its part: within one node, 7/8 over NVLink."""
-    cluster = machine(composed, "h100-8x2", f"mesh={preset}", "data.batch_size=16")
+    cluster = machine(composed, "h100-8x2", [f"mesh={preset}", "data.batch_size=16"])
     axis = {"fsdp": "fsdp", "ddp": "data"}[preset]
     step = execution(1e12, 0, total(axis, "network", 15 / 16 * 1e9))
     rows = {row.slices: row for row in cluster.weak_scaling(step)}

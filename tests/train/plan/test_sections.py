@@ -36,8 +36,8 @@ def test_microbatches_are_added_up(composed, lay_out):
     """Four microbatches take the FLOPs of one batch, and more memory traffic."""
     base = (*SHAPE, "data.batch_size=64")
     microbatches = (*base, "train.accumulation_steps=4")
-    one = estimate_step(lay_out(composed(*base), "v5e-8"))
-    four = estimate_step(lay_out(composed(*microbatches), "v5e-8"))
+    one = estimate_step(lay_out(composed(base), "v5e-8"))
+    four = estimate_step(lay_out(composed(microbatches), "v5e-8"))
     for a, b in zip(one.sections, four.sections, strict=True):
         assert b.flops == a.flops
         assert b.hbm_bytes.total > a.hbm_bytes.total
@@ -46,7 +46,7 @@ def test_microbatches_are_added_up(composed, lay_out):
 def test_stages_count_as_layers(composed, lay_out):
     """All iterations of a device count, and so do transfers between stages."""
     stages = (*SHAPE, "mesh.pipeline=2", "data.batch_size=16")
-    cost = estimate_step(lay_out(composed(*stages), "v5e-8"))
+    cost = estimate_step(lay_out(composed(stages), "v5e-8"))
     sections = {section.name: section for section in cost.sections}
     for name in (FORWARD, BACKWARD):
         assert sections[name].flops.total > 0

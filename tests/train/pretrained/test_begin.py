@@ -35,7 +35,7 @@ VOCABULARY = f"model.vocab_size={BYTES.n_vocab}"
 @pytest.fixture
 def folder(programs, tmp_path, monkeypatch):
     """Return a folder of several files, and the program that it fits."""
-    program = programs(*SMALL, VOCABULARY, devices=1)
+    program = programs([*SMALL, VOCABULARY], devices=1)
     monkeypatch.setattr(weights, "FILE_BYTES", 20_000)
     params = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
     export(tmp_path / "exported", program, params)
@@ -117,7 +117,7 @@ def test_weights_that_are_not_finite_are_refused_and_named(folder, value):
 @pytest.fixture(scope="module")
 def other(programs, tmp_path_factory):
     """Return another run's directory, and the averaged weights of its newest step."""
-    program = programs(*SMALL, "optimizer.ema_decay=0.9", VOCABULARY, devices=1)
+    program = programs([*SMALL, "optimizer.ema_decay=0.9", VOCABULARY], devices=1)
     path = tmp_path_factory.mktemp("runs") / "other"
     path.mkdir()
     (path / "config.yaml").write_text(config_yaml(program.config))
@@ -135,7 +135,7 @@ def test_another_runs_weights_fit_any_mesh_optimizer_and_vocabulary(programs, ot
     path, theirs = other
     mesh = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=1")
     vocabulary = "model.vocab_size=264", "mesh.params.vocab=null"
-    program = programs(*SMALL, *mesh, *vocabulary, "optimizer=muon", devices=4)
+    program = programs([*SMALL, *mesh, *vocabulary, "optimizer=muon"], devices=4)
     check_weights(str(path), program)
     state = start_from(str(path), program)
     initial = dict(named(jax.device_get(program.init().params)))
@@ -153,13 +153,13 @@ def test_another_runs_weights_fit_any_mesh_optimizer_and_vocabulary(programs, ot
 
 
 def test_another_runs_model_must_be_the_same_and_saved(programs, tmp_path):
-    config = programs(*SMALL, VOCABULARY, devices=1).config
+    config = programs([*SMALL, VOCABULARY], devices=1).config
     (tmp_path / "config.yaml").write_text(config_yaml(config))
     changes = ("model.num_heads=2", "model.norm_epsilon=0.1", "model.vocab_size=200")
     with pytest.raises(ConfigError) as error:
-        check_weights(str(tmp_path), programs(*SMALL, *changes, devices=1))
+        check_weights(str(tmp_path), programs([*SMALL, *changes], devices=1))
     rules = " ".join(mistake.rule for mistake in error.value.mistakes)
     for remedy in ("model.num_heads=4", "model.norm_epsilon=1e-05", "set it to 257"):
         assert remedy in rules
     with pytest.raises(ConfigError, match="without a checkpoint"):
-        check_weights(str(tmp_path), programs(*SMALL, VOCABULARY, devices=1))
+        check_weights(str(tmp_path), programs([*SMALL, VOCABULARY], devices=1))

@@ -50,14 +50,14 @@ SLOW = ("qwen3 with experts", "qwen3.5", "gpt-oss", "glm 4.5, one group")
 )
 def model(request, programs):
     """Return a small model's program, its changed parameters, and its family."""
-    program = programs(*MODELS[request.param], "model.num_layers=2", devices=1)
+    program = programs([*MODELS[request.param], "model.num_layers=2"], devices=1)
     params = perturbed(program.config.model)
     return program, params, FAMILY_NAMES.get(request.param)
 
 
 def test_yarns_factor_is_the_ratio_of_the_two_lengths(configure):
     # Version 4 of transformers computes it from them.
-    model = configure(*MODELS["llama, yarn"]).model
+    model = configure(MODELS["llama, yarn"]).model
     settings = exported_settings(family_of(model), model, BYTES, LENGTH, "float32")
     scaling = settings["rope_scaling"]
     factor = settings["max_position_embeddings"] / 16
@@ -92,7 +92,7 @@ def test_transformers_computes_the_same_logits(model, tmp_path):
 
 
 def test_large_models_are_several_files(programs, tmp_path, monkeypatch):
-    program = programs("model=llama_nano", "model.num_layers=2", devices=1)
+    program = programs(["model=llama_nano", "model.num_layers=2"], devices=1)
     params = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
     (tmp_path / "one").mkdir()
     export(tmp_path / "one", program, params)
@@ -112,7 +112,9 @@ def test_large_models_are_several_files(programs, tmp_path, monkeypatch):
 def test_an_export_holds_one_tensor_at_a_time_in_host_memory(programs, tmp_path):
     """It does not hold the file, which is about thirty times as large."""
     overrides = "model.layer_unroll=1", "model.vocab_size=512"
-    program = programs("model=llama_nano", "model.num_layers=16", *overrides, devices=1)
+    program = programs(
+        ["model=llama_nano", "model.num_layers=16", *overrides], devices=1
+    )
     params = program.init().params
     parts = export(tmp_path / "once", program, params)  # This compiles first.
     largest = 4 * max(map(math.prod, parts.shapes(dict(named(params))).values()))
@@ -127,7 +129,7 @@ def test_an_export_holds_one_tensor_at_a_time_in_host_memory(programs, tmp_path)
 
 @pytest.mark.slow
 def test_an_object_store_holds_the_same_bytes(programs, tmp_path, monkeypatch, server):
-    program = programs("model=llama_nano", "model.num_layers=2", devices=1)
+    program = programs(["model=llama_nano", "model.num_layers=2"], devices=1)
     params = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
     monkeypatch.setattr(weights, "FILE_BYTES", 30_000)
     export(tmp_path / "local", program, params)
@@ -164,7 +166,7 @@ def test_a_model_of_no_family_is_refused_with_all_that_differs(composed):
         ((*MODELS["gemma3"], f"{truncate}=false"), {truncate}),
     ):
         with pytest.raises(ConfigError, match="must be") as error:
-            family_of(composed(*overrides).model)
+            family_of(composed(overrides).model)
         assert {mistake.key for mistake in error.value.mistakes} == expected
 
 
@@ -175,7 +177,7 @@ def test_the_guide_names_all_families():
 
 
 def test_a_named_family_must_fit(configure):
-    model = configure(*MODELS["qwen3.5"]).model
+    model = configure(MODELS["qwen3.5"]).model
     assert family_of(model, "qwen3_5_moe_text").name == "qwen3_5_moe_text"
     with pytest.raises(ConfigError, match="router_normalized = false"):
         family_of(replace(model, router_normalized=False), "qwen3_5_moe_text")
@@ -257,7 +259,7 @@ def test_the_folder_begins_texts_as_training_began_documents(
         stores = {n: replace(s, encoding=encoding) for n, s in store.stores.items()}
         store = replace(store, stores=stores)
     overrides = (*MODELS["llama"], "model.num_layers=2", f"data.document_start={rule}")
-    program = programs(*overrides, devices=1)
+    program = programs(overrides, devices=1)
     params = perturbed(program.config.model)
     folder = require_empty_folder(str(tmp_path / "out"))
     write_folder(folder, program, params, store, 0, "float32", True)

@@ -84,7 +84,7 @@ def test_the_table_of_defaults_is_that_of_transformers():
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_left_out_is_the_default_or_refused(programs, tmp_path: Path, name):
     transformers, torch = map(pytest.importorskip, ("transformers", "torch"))
-    program = programs(*MODELS[name], "model.num_layers=2", VOCABULARY, devices=1)
+    program = programs([*MODELS[name], "model.num_layers=2", VOCABULARY], devices=1)
     params = perturbed(program.config.model)
     export(tmp_path, program, params, family=FAMILY_NAMES.get(name))
     file = tmp_path / "config.json"

@@ -39,7 +39,7 @@ def make(programs):
 
     def make(name: str, depth: int, *overrides: str, devices: int = 1):
         size = ("model.num_layers=2", VOCABULARY, f"model.predict_ahead={depth}")
-        return programs(*MODELS[name], *size, *overrides, devices=devices)
+        return programs([*MODELS[name], *size, *overrides], devices=devices)
 
     return make
 

@@ -33,7 +33,7 @@ def exported(programs, tmp_path_factory):
     """Return a function from a name in MODELS to a folder and its parameters."""
 
     def make(name: str):
-        program = programs(*MODELS[name], "model.num_layers=2", VOCABULARY, devices=1)
+        program = programs([*MODELS[name], "model.num_layers=2", VOCABULARY], devices=1)
         params = perturbed(program.config.model, scale=1, seed=7)
         folder = tmp_path_factory.mktemp("exported")
         export(folder, program, params, family=FAMILY_NAMES.get(name))
@@ -92,7 +92,7 @@ def test_exported_weights_are_read_back_bit_for_bit(programs, exported, name, me
     size = ("model.num_layers=2", "model.vocab_size=384")  # The folder has 257.
     table = ("mesh.params.embed=null",) * (len(mesh) == 2)
     devices = 8 if len(mesh) == 3 else max(1, len(mesh))
-    program = programs(*MODELS[name], *size, *mesh, *table, devices=devices)
+    program = programs([*MODELS[name], *size, *mesh, *table], devices=devices)
     state = start_from(str(folder), program)
     assert int(state.step) == 0
     infos = dict(named(program.infos, is_info))
@@ -119,7 +119,7 @@ def test_exported_weights_are_read_back_bit_for_bit(programs, exported, name, me
 )
 def test_transformers_own_folder_loads(programs, tmp_path, family):
     transformers = pytest.importorskip("transformers")
-    program = programs(*MODELS[family], "model.num_layers=2", VOCABULARY, devices=1)
+    program = programs([*MODELS[family], "model.num_layers=2", VOCABULARY], devices=1)
     params = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
     export(tmp_path / "ours", program, params, family=FAMILY_NAMES.get(family))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
@@ -136,8 +136,8 @@ def test_transformers_own_folder_loads(programs, tmp_path, family):
 @pytest.fixture
 def llama(programs, exported):
     size = ("model.num_layers=2", VOCABULARY)
-    return exported("llama")[0], lambda *overrides: programs(
-        *MODELS["llama"], *size, *overrides, devices=1
+    return exported("llama")[0], lambda overrides=(): programs(
+        [*MODELS["llama"], *size, *overrides], devices=1
     )
 
 
@@ -153,7 +153,7 @@ def llama(programs, exported):
 def test_another_model_is_refused_before_anything_is_read(llama, override, said):
     folder, program = llama
     with pytest.raises(ConfigError) as error:
-        check_folder(str(folder), program(override))
+        check_folder(str(folder), program([override]))
     (mistake,) = error.value.mistakes
     assert mistake.value == str(folder)
     key, _, value = override.partition("=")
@@ -164,7 +164,7 @@ def test_another_model_is_refused_before_anything_is_read(llama, override, said)
 def test_the_advised_overrides_build_the_folders_model(llama, programs):
     folder, _ = llama
     with pytest.raises(ConfigError) as error:
-        check_folder(str(folder), programs("model=gpt2_124m", VOCABULARY, devices=1))
+        check_folder(str(folder), programs(["model=gpt2_124m", VOCABULARY], devices=1))
     (mistake,) = error.value.mistakes
     assert "holds a model of type llama" in mistake.rule
     overrides = shlex.split(mistake.rule.partition("to take its settings type ")[2])
@@ -172,7 +172,7 @@ def test_the_advised_overrides_build_the_folders_model(llama, programs):
         "model.vocab_size=257" if "model.vocab_size=257" in overrides else VOCABULARY
     )
     check_folder(
-        str(folder), programs("model=gpt2_124m", *overrides, vocabulary, devices=1)
+        str(folder), programs(["model=gpt2_124m", *overrides, vocabulary], devices=1)
     )
 
 
@@ -213,9 +213,9 @@ def test_positions_must_have_the_same_scaling(llama, version):
     with pytest.raises(ConfigError, match=r"kind is none, there llama3"):
         check_folder(str(folder), program())
     scaling = "model.rope_scaling.kind=llama3", "model.rope_scaling.original_length=32"
-    check_folder(str(folder), program(*scaling, "model.rope_scaling.factor=8"))
+    check_folder(str(folder), program([*scaling, "model.rope_scaling.factor=8"]))
     with pytest.raises(ConfigError, match=r"factor is 4.0, there 8.0"):
-        check_folder(str(folder), program(*scaling, "model.rope_scaling.factor=4"))
+        check_folder(str(folder), program([*scaling, "model.rope_scaling.factor=4"]))
 
 
 def test_a_mistral_without_window_is_a_llama(llama):
@@ -248,12 +248,12 @@ def test_an_index_must_match_its_files(llama):
 def test_a_separate_head_is_never_dropped(programs, tmp_path):
     """Transformers uses it, although config.json says that the head is tied."""
     tied = (*MODELS["llama with biases, tied"], "model.num_layers=2", VOCABULARY)
-    program = programs(*tied, devices=1)
+    program = programs(tied, devices=1)
     export(tmp_path, program, perturbed(program.config.model))
     file = tmp_path / "model.safetensors"
     arrays = load_file(file)
     embedding = arrays["model.embed_tokens.weight"]
-    untied = programs(*tied, "model.tied_head=false", devices=1)
+    untied = programs([*tied, "model.tied_head=false"], devices=1)
     with pytest.raises(ConfigError, match="tied_head is false, there true"):
         check_folder(str(tmp_path), untied)
     save_file(arrays | {"lm_head.weight": embedding}, file)
@@ -346,8 +346,8 @@ def glm(programs, exported):
     folder, _ = exported("glm 4.5")
     name = MODELS["glm 4.5"]
     size = "model.num_layers=2"
-    return folder, lambda *overrides: programs(
-        *name, size, VOCABULARY, *overrides, devices=1
+    return folder, lambda overrides=(): programs(
+        [*name, size, VOCABULARY, *overrides], devices=1
     )
 
 
@@ -369,13 +369,13 @@ def test_layers_that_predict_further_tokens_are_left_out(glm):
 def test_a_routers_bias_is_never_dropped(glm):
     folder, make = glm
     with pytest.raises(ConfigError, match=r"not zero; set model\.router_bias_rate"):
-        check_folder(str(folder), make("model.router_bias_rate=0"))
+        check_folder(str(folder), make(["model.router_bias_rate=0"]))
 
 
 def test_a_published_qwen3_5_is_read_without_its_other_parts(programs, tmp_path):
     """It has a prefix, all experts in two tensors, images and a prediction module."""
     overrides = (*MODELS["qwen3.5"], "model.num_layers=2", VOCABULARY)
-    program = programs(*overrides, devices=1)
+    program = programs(overrides, devices=1)
     params = perturbed(program.config.model)
     export(tmp_path, program, params, family="qwen3_5_moe_text")
     file = tmp_path / "model.safetensors"
@@ -404,11 +404,11 @@ def test_a_published_qwen3_5_is_read_without_its_other_parts(programs, tmp_path)
     config = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}}
     settings.write_text(json.dumps(config))
     mesh = ("mesh.fsdp=2", "mesh.expert=2")
-    state = start_from(str(tmp_path), programs(*overrides, *mesh, devices=4))
+    state = start_from(str(tmp_path), programs([*overrides, *mesh], devices=4))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
     with pytest.raises(ConfigError, match=r"model\.embed_dim is 48, there 32"):
         check_folder(
-            str(tmp_path), programs(*overrides, "model.embed_dim=48", devices=1)
+            str(tmp_path), programs([*overrides, "model.embed_dim=48"], devices=1)
         )
 
 
@@ -418,14 +418,14 @@ def test_names_of_gpt2_without_prefix_are_the_same(programs, exported):
     arrays = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
     arrays["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)
     save_file(arrays, file)
-    program = programs(*MODELS["gpt2"], "model.num_layers=2", VOCABULARY, devices=1)
+    program = programs([*MODELS["gpt2"], "model.num_layers=2", VOCABULARY], devices=1)
     state = start_from(str(folder), program)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
 
 
 def test_an_average_starts_at_the_weights(llama):
     folder, program = llama
-    state = start_from(str(folder), program("optimizer.ema_decay=0.9"))
+    state = start_from(str(folder), program(["optimizer.ema_decay=0.9"]))
     average = state.optimizer.average
     jax.tree.map(np.testing.assert_array_equal, average, state.params)
     pairs = zip(*map(jax.tree.leaves, (average, state.params)), strict=True)

@@ -108,7 +108,7 @@ def test_gradients_are_the_same(programs, tmp_path, family):
     overrides = (*MODELS[family], "model.num_layers=2", "model.router_aux_weight=0")
     rows = "data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"
     vocabulary = f"model.vocab_size={BYTES.n_vocab}"
-    program = programs(*overrides, *rows, vocabulary, devices=1)
+    program = programs([*overrides, *rows, vocabulary], devices=1)
     params = perturbed(program.config.model)
     parts = export(tmp_path, program, params, family=FAMILY_NAMES.get(family))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -161,10 +161,16 @@ def test_an_olmo3_that_transformers_wrote_is_the_same_here(programs, tmp_path):
     )
     scaling = ("kind=yarn", "factor=4", "original_length=16")
     program = programs(
-        *("model=olmo3_nano", "model.norm_epsilon=1e-5", "model.num_layers=4"),
-        *(f"model.{setting}" for setting in model_settings),
-        *(f"model.rope_scaling.{setting}" for setting in scaling),
-        *("data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"),
+        [
+            "model=olmo3_nano",
+            "model.norm_epsilon=1e-5",
+            "model.num_layers=4",
+            *(f"model.{setting}" for setting in model_settings),
+            *(f"model.rope_scaling.{setting}" for setting in scaling),
+            "data.sequence_length=32",
+            "data.batch_size=4",
+            "data.document_mask=false",
+        ],
         devices=1,
     )
     params = start_from(str(tmp_path / "theirs"), program).params
@@ -196,7 +202,7 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
     vocabulary = f"model.vocab_size={BYTES.n_vocab}"
     overrides = (*MODELS[family], "model.num_layers=2", vocabulary)
     rows = "data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"
-    program = programs(*overrides, *rows, "model.router_aux_weight=0", devices=1)
+    program = programs([*overrides, *rows, "model.router_aux_weight=0"], devices=1)
     params = perturbed(program.config.model)
     export(tmp_path, program, params, family=FAMILY_NAMES.get(family))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

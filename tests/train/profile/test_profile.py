@@ -150,7 +150,7 @@ def test_profiles_are_listed_beside_what_else_lies_there(tmp_path):
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_hardly_an_instruction_of_a_step_is_unnamed(stored_step, name):
-    """Of a step as compiled for TPUs, by its instructions that take time."""
+    """Among the instructions of a TPU step that take time, at most 10% are unnamed."""
     compiled = stored_step(name)
     labels = Labels(compiled.text)
     found = {}
@@ -206,7 +206,7 @@ def test_two_processes_that_run_are_asked(tmp_path):
         assert each == pytest.approx(traced_ms / 3, rel=0.001, abs=0.03)
     again = command(tmp_path, f"step={folder.name}")
     assert again.stdout == result.stdout
-    fleet.send(15, 0)
+    fleet.send(15, [0])
     assert fleet.wait() == [42, 42]
     dead = command(tmp_path)
     assert dead.returncode == 78

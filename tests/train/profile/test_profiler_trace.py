@@ -30,7 +30,7 @@ def test_of_nested_ones_the_innermost_counts():
 
 
 def test_what_is_worth_most_hides_the_rest():
-    """A collective beside a product costs what stands out, whichever began first."""
+    """A collective costs only its time outside products, whichever began first."""
 
     def rank(event):
         return event.instruction == "gather"
@@ -48,7 +48,7 @@ def test_only_the_traced_steps_count():
 
 
 def test_what_other_threads_go_on_with_lasts_until_their_end():
-    """Of two runs of one instruction each has its own end."""
+    """Two runs of the same instruction have separate ends."""
     events = [Event(50, 52, "a", ""), Event(0, 2, "a", ""), Event(5, 9, "b", "")]
     found = extend_events(events, {"a": [61.0, 8.0], "c": [70.0]})
     assert [event.end for event in found] == [8, 9, 61]

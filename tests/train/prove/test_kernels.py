@@ -1,15 +1,17 @@
 """A kernel whose results differ from the plain formula is named."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import pytest
 
 from model.attention import xla
 from model.choices import Attention, Grouped
+from model.execution import Execution
 from model.parts.attention import KernelAttention
 from model.parts.context.context_parallel import KERNELS
-from train.config import MESH_AXES
+from train.config import MESH_AXES, Config
 from train.errors import NOT_PROVED, Exit
 from train.prove.kernels import check_kernels, compare_kernels
 from train.resolve.execution import choose_execution
@@ -20,15 +22,21 @@ MODEL = (
 )
 
 
+class Case(NamedTuple):
+    config: Config
+    execution: Execution
+
+
 @pytest.fixture
-def case(configure, monkeypatch):
+def case(configure, monkeypatch) -> Case:
     """Return a config with windows, sinks and experts, and its execution."""
     use_kernel(monkeypatch, xla.attend)
-    config = configure(*MODEL)
+    config = configure(MODEL)
     sizes = dict.fromkeys(MESH_AXES, 1)
     execution = choose_execution(config, jax.devices()[0], sizes)
     attention = KernelAttention(Attention.cudnn)
-    return config, execution._replace(attention=attention, grouped=Grouped.ragged)
+    execution = execution._replace(attention=attention, grouped=Grouped.ragged)
+    return Case(config, execution)
 
 
 def wrong_parts(case):
@@ -50,12 +58,12 @@ def test_right_kernels_agree_in_bfloat16(case):
     # a result and two gradients.
     assert len(differences) == 2 * 5 + 2 * 3
     assert all(difference.error > 0 for difference in differences)
-    assert check_kernels(*case) == {}
+    assert check_kernels(case.config, case.execution) == {}
 
 
 def test_values_of_latent_attention_have_their_own_dim(configure, case):
     _, execution = case
-    config = configure("model=deepseek_v3_nano", "model.value_head_dim=24")
+    config = configure(["model=deepseek_v3_nano", "model.value_head_dim=24"])
     differences = compare_kernels(config.model, config.data, execution)
     assert not any(difference.is_wrong for difference in differences)
 
@@ -67,7 +75,7 @@ def test_a_window_that_is_too_long_is_found(case, monkeypatch):
 
     use_kernel(monkeypatch, attend)
     with pytest.raises(Exit, match="window 16: result") as error:
-        check_kernels(*case)
+        check_kernels(case.config, case.execution)
     assert error.value.code == NOT_PROVED
     assert "window none" not in str(error.value)
 

@@ -20,7 +20,7 @@ def reference(configure):
 
     @functools.cache
     def reference(model: tuple[str, ...]) -> Reference:
-        return Reference(DividedStep(configure(*model, *ROWS)), jax.devices())
+        return Reference(DividedStep(configure([*model, *ROWS])), jax.devices())
 
     return reference
 
@@ -34,7 +34,7 @@ def compare(configure, reference):
             override if "." in override else f"mesh.{override}"
             for override in mesh.split()
         ]
-        config = configure(*model, *ROWS, *overrides)
+        config = configure([*model, *ROWS, *overrides])
         return reference(model).compare(DividedStep(config))
 
     return compare
@@ -80,19 +80,19 @@ def test_a_right_program_is_proved(compare):
     ],
 )
 def test_the_cause_is_found_by_switching_axes_off(configure, differs, cause):
-    step = DividedStep(configure("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"))
+    step = DividedStep(configure(["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]))
     assert find_cause(step, lambda step: differs(step.config.mesh)) == cause
 
 
 def test_a_parameter_without_a_gradient_is_named(configure):
     # The softmax is the same for any bias of keys, if positions are not rotated.
     overrides = "model=gpt2_nano", "model.num_layers=1", "model.embed_dim=16", *ROWS
-    reference = Reference(DividedStep(configure(*overrides)), jax.devices())
+    reference = Reference(DividedStep(configure([*overrides])), jax.devices())
     assert reference.no_gradient == ("layers.0.0.attention.key.bias",)
 
 
 def test_parameters_are_in_the_order_of_the_forward_pass(configure):
-    config = configure("model=gpt_oss_nano", "model.num_layers=2", *ROWS)
+    config = configure(["model=gpt_oss_nano", "model.num_layers=2", *ROWS])
     names = [n.removeprefix("layers.0.0.") for n in forward_order(config.model)]
     assert names[:2] == ["embedding.weight", "attention_norm.scale"]
     assert names[-2:] == ["norm.scale", "head.weight"]

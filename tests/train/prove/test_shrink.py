@@ -30,8 +30,8 @@ OTHERS = {"model.compute_dtype", "model.param_dtype", "schedule.warmup_steps"}
 
 @pytest.fixture
 def shrunk(composed):
-    def shrunk(*overrides):
-        config = composed(*overrides)
+    def shrunk(overrides):
+        config = composed(overrides)
         vocab = config.model.vocab_size or 50304
         return shrink(settle(config, vocab), jax.devices()[0])
 
@@ -41,7 +41,7 @@ def shrunk(composed):
 @pytest.mark.parametrize("model", MODELS)
 def test_any_model_becomes_small_and_keeps_its_switches(shrunk, model):
     result = shrunk(
-        f"model={model}", *MESH, "data.batch_size=64", "data.sequence_length=4096"
+        [f"model={model}", *MESH, "data.batch_size=64", "data.sequence_length=4096"]
     )
     config = result.config
     changes = result.changes
@@ -58,7 +58,7 @@ def test_any_model_becomes_small_and_keeps_its_switches(shrunk, model):
 def test_the_base_of_a_transfer_keeps_its_ratio_to_the_model(shrunk):
     keys = ("optimizer.transfer=completep", "optimizer.base_width=512")
     depth = "optimizer.base_depth=16"
-    config = shrunk("model=llama3_8b", *MESH, *keys, depth).config
+    config = shrunk(["model=llama3_8b", *MESH, *keys, depth]).config
     assert config.model.embed_dim / config.optimizer.base_width == 4096 / 512
     assert config.model.num_layers / config.optimizer.base_depth == 32 / 16
 
@@ -66,9 +66,9 @@ def test_the_base_of_a_transfer_keeps_its_ratio_to_the_model(shrunk):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [name for name in MODELS if name.endswith("_nano")])
 def test_every_family_is_proved(shrunk, composed, model):
-    has_experts = composed(f"model={model}").model.expert_layers
+    has_experts = composed([f"model={model}"]).model.expert_layers
     mesh = "mesh.fsdp=2", "mesh.expert=2" if has_experts else "mesh.tensor=2"
-    step = DividedStep(shrunk(f"model={model}", *mesh).config)
+    step = DividedStep(shrunk([f"model={model}", *mesh]).config)
     assert not Reference(step, jax.devices()).compare(step).failures
 
 
@@ -76,19 +76,21 @@ def test_every_mixer_of_a_pattern_stays(shrunk):
     pattern = "[gated_delta,gated_delta,gated_delta,attention]"
     overrides = f"model.mixer_pattern={pattern}", "model.num_layers=16"
     model = shrunk(
-        "model=qwen3_nano", *overrides, *MESH, "data.batch_size=64"
+        ["model=qwen3_nano", *overrides, *MESH, "data.batch_size=64"]
     ).config.model
     assert model.num_layers == 8
     assert {*model.mixers} == {*Mixer} - {Mixer.latent_attention}
 
 
 def test_ratios_of_heads_experts_and_windows_stay(shrunk):
-    model = shrunk("model=qwen3_30b_a3b", *MESH, "data.batch_size=64").config.model
+    model = shrunk(["model=qwen3_30b_a3b", *MESH, "data.batch_size=64"]).config.model
     assert model.num_heads / model.kv_heads == 8
-    model = shrunk("model=mixtral_8x7b", *MESH, "data.batch_size=64").config.model
+    model = shrunk(["model=mixtral_8x7b", *MESH, "data.batch_size=64"]).config.model
     assert model.num_experts / model.experts_per_token == 4
     length = "data.sequence_length=8192"
-    model = shrunk("model=gemma2_9b", *MESH, "data.batch_size=64", length).config.model
+    model = shrunk(
+        ["model=gemma2_9b", *MESH, "data.batch_size=64", length]
+    ).config.model
     assert (model.window, model.num_layers) == (32, 4)
 
 
@@ -117,7 +119,7 @@ def test_ratios_of_heads_experts_and_windows_stay(shrunk):
 )
 def test_a_mesh_gets_at_most_eight_devices(shrunk, overrides, mesh, num_left_out):
     sizes = "model.num_layers=8", "data.batch_size=48", "model.num_kv_heads=4"
-    result = shrunk(*sizes, *overrides.split())
+    result = shrunk([*sizes, *overrides.split()])
     config = result.config
     assert mesh_of(config.mesh) == mesh
     assert len(result.left_out) == 1 + num_left_out
@@ -127,9 +129,16 @@ def test_a_mesh_gets_at_most_eight_devices(shrunk, overrides, mesh, num_left_out
 
 def test_microbatches_and_groups_of_layers_stay(shrunk):
     config = shrunk(
-        *("mesh.pipeline=8", "mesh.fsdp=1", "mesh.pipeline_repeats=4"),
-        *("train.pipeline_microbatches=64", "train.accumulation_steps=4"),
-        *("model.num_layers=64", "data.batch_size=512", "model.router_aux_weight=0.1"),
+        [
+            "mesh.pipeline=8",
+            "mesh.fsdp=1",
+            "mesh.pipeline_repeats=4",
+            "train.pipeline_microbatches=64",
+            "train.accumulation_steps=4",
+            "model.num_layers=64",
+            "data.batch_size=512",
+            "model.router_aux_weight=0.1",
+        ]
     ).config
     assert config.mesh.pipeline_repeats == 2
     assert config.train.pipeline_microbatches == 2 * config.mesh.pipeline
@@ -138,6 +147,6 @@ def test_microbatches_and_groups_of_layers_stay(shrunk):
 
 
 def test_a_new_key_of_the_model_stays_as_it_is(shrunk):
-    values = flatten(shrunk("model=gpt_oss_20b", *MESH, "data.batch_size=64").config)
+    values = flatten(shrunk(["model=gpt_oss_20b", *MESH, "data.batch_size=64"]).config)
     assert values["model.swiglu_limit"] == 7
     assert values["model.rope_scaling.kind"] == "yarn"

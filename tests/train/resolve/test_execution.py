@@ -27,16 +27,14 @@ def test_what_cudnn_cannot_do_on_a_gpu_is_refused(
 ):
     properties = {"platform": "gpu", "device_kind": name, "compute_capability": version}
     typed = "model.attention=cudnn", "model.compute_dtype=auto", *typed
-    arguments = (
-        configure(*typed),
-        SimpleNamespace(**properties),
-        dict.fromkeys(MESH_AXES, 1),
-    )
+    config = configure(typed)
+    device = SimpleNamespace(**properties)
+    sizes = dict.fromkeys(MESH_AXES, 1)
     if not rule:
-        assert choose_execution(*arguments).attention.kernel == "cudnn"
+        assert choose_execution(config, device, sizes).attention.kernel == "cudnn"
         return
     with pytest.raises(ConfigError, match=rule):
-        choose_execution(*arguments)
+        choose_execution(config, device, sizes)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +55,7 @@ def test_only_a_gpu_unrolls_few_layers_by_default(
 ):
     typed = f"model.layer_unroll={typed}".split()
     typed += [f"model.num_layers={layers}", "model.compute_dtype=auto"]
-    config = configure(*typed)
+    config = configure(typed)
     device = SimpleNamespace(platform=platform, device_kind=H100)
     sizes = {**dict.fromkeys(MESH_AXES, 1), axis: 2}
     assert choose_execution(config, device, sizes).layer_unroll == unroll
@@ -67,7 +65,8 @@ def test_pieces_of_rows_that_are_shorter_than_a_convolution_are_refused(programs
     overrides = "mesh.context=4", "mesh.data=2", "data.sequence_length=32"
     with pytest.raises(ConfigError, match="must be at least 40"):
         programs(
-            *overrides, "model.mixer=gated_delta", "model.delta_conv_width=6", devices=8
+            [*overrides, "model.mixer=gated_delta", "model.delta_conv_width=6"],
+            devices=8,
         )
 
 
@@ -84,11 +83,11 @@ def test_pieces_of_rows_that_are_shorter_than_a_convolution_are_refused(programs
 )
 def test_executions_of_equal_configs_are_equal_and_hash_equally(configure, typed):
     """The planner keys its cache of traces by them."""
-    config = configure(*typed)
+    config = configure(typed)
     sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
     device = SimpleNamespace(platform="cpu", device_kind="cpu")
     first = choose_execution(config, device, sizes)
-    second = choose_execution(configure(*typed), device, sizes)
+    second = choose_execution(configure(typed), device, sizes)
     assert first == second
     assert hash(first) == hash(second)
 
@@ -98,7 +97,7 @@ def test_executions_that_differ_only_in_eight_bits_are_not_equal(configure):
     device = SimpleNamespace(platform="cpu", device_kind="cpu")
     dtypes = ("float8", "int8", "bfloat16")
     executions = {
-        choose_execution(configure(f"model.compute_dtype={dtype}"), device, sizes)
+        choose_execution(configure([f"model.compute_dtype={dtype}"]), device, sizes)
         for dtype in dtypes
     }
     assert len(executions) == len(dtypes)

@@ -33,7 +33,7 @@ def test_a_growing_batch_continues_on_another_mesh_after_a_preemption(
     """Four steps have 128 tokens, two 256, six 384, and those from batch 12 on 512."""
     straight = folder / "straight"
     stopped = folder / "stopped"
-    result = door(straight, *GROWING)
+    result = door(straight, GROWING)
     assert result.returncode == 0, result.stderr
     assert "16 rows x 32 = 512 tokens from batch 12 on" in result.stdout
     phases = [e for e in read_events(straight) if e["event"] == "phase"]
@@ -46,9 +46,9 @@ def test_a_growing_batch_continues_on_another_mesh_after_a_preemption(
     rates = [line["learning_rate"] / 1e-3 for line in steps(straight)]
     assert rates[3:12:2] == pytest.approx([0.5**0.5, 1, *[1.5**0.5] * 3], rel=1e-6)
 
-    preempted = door(stopped, *GROWING, at_step=8, number=signal.SIGTERM)
+    preempted = door(stopped, GROWING, at_step=8, number=signal.SIGTERM)
     assert preempted.returncode == 42, preempted.stderr
-    result = door(stopped, *GROWING, "mesh=ddp")
+    result = door(stopped, [*GROWING, "mesh=ddp"])
     assert result.returncode == 0, result.stderr
     assert re.search(r"from step (8|9|1\d)\n", result.stdout)
     for a, b in zip(steps(straight), steps(stopped), strict=True):
@@ -87,10 +87,14 @@ def phases_on(program: ConfiguredProgram) -> dict[Phase, ConfiguredProgram]:
 
 def test_microbatches_of_all_phases_keep_the_token_limit(programs):
     program = programs(
-        *("data.batch_size=8", "data.sequence_length=32", "train.accumulation_steps=2"),
-        "data.batch_schedule=[{from_step: 2, rows: 12}, {from_step: 4, rows: 14}]",
-        "data.sequence_schedule=[{from_step: 0, length: 8}, "
-        "{from_step: 6, length: 32}]",
+        [
+            "data.batch_size=8",
+            "data.sequence_length=32",
+            "train.accumulation_steps=2",
+            "data.batch_schedule=[{from_step: 2, rows: 12}, {from_step: 4, rows: 14}]",
+            "data.sequence_schedule=[{from_step: 0, length: 8}, "
+            "{from_step: 6, length: 32}]",
+        ]
     )
     phases = phases_on(program)
     assert tuple(phases) == phases_of(program.config.data)
@@ -101,7 +105,7 @@ def test_microbatches_of_all_phases_keep_the_token_limit(programs):
 
 def test_a_phase_that_devices_cannot_share_is_a_mistake(programs):
     changes = "data.batch_schedule=[{from_step: 2, rows: 7}]"
-    program = programs("mesh.data=2", "data.batch_size=8", changes, devices=2)
+    program = programs(["mesh.data=2", "data.batch_size=8", changes], devices=2)
     with pytest.raises(ConfigError) as error:
         phases_on(program)
     (mistake,) = error.value.mistakes
@@ -110,8 +114,11 @@ def test_a_phase_that_devices_cannot_share_is_a_mistake(programs):
 
 def test_a_warm_up_in_tokens_ends_at_the_same_step_in_all_phases(programs):
     program = programs(
-        *("schedule.warmup_tokens=1000", "data.batch_size=8"),
-        "data.batch_schedule=[{from_step: 2, rows: 12}, {from_step: 3, rows: 16}]",
+        [
+            "schedule.warmup_tokens=1000",
+            "data.batch_size=8",
+            "data.batch_schedule=[{from_step: 2, rows: 12}, {from_step: 3, rows: 16}]",
+        ]
     )
     configs = [program.config, *(p.config for p in phases_on(program).values())]
     ends = [config.schedule.in_steps(config.data).warmup_steps for config in configs]

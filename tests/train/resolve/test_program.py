@@ -34,11 +34,11 @@ def born(programs):
 )
 def test_losses_of_muon_do_not_depend_on_the_mesh(programs, store, born, options):
     """Sharded matrices are orthogonalized whole."""
-    one_device = programs(*options, devices=1)
+    one_device = programs(options, devices=1)
     state = born._replace(optimizer=one_device.optimizer.init(born.params))
     state = jax.device_get(state)
     expected = losses_of(one_device, store, state, 10)
-    sharded = programs(*options, *CUBE, devices=8)
+    sharded = programs([*options, *CUBE], devices=8)
     np.testing.assert_allclose(
         losses_of(sharded, store, state, 10), expected, rtol=1e-5
     )
@@ -53,8 +53,8 @@ def test_losses_with_random_rounding_do_not_depend_on_the_mesh(
     overrides = f"optimizer={optimizer}", "model.param_dtype=bfloat16"
     if optimizer != "adafactor":
         overrides += ("optimizer.moment_dtype=int8",)
-    one_device = programs(*overrides, devices=1)
-    cube = programs(*overrides, *CUBE, devices=8)
+    one_device = programs(overrides, devices=1)
+    cube = programs([*overrides, *CUBE], devices=8)
     state = jax.device_get(one_device.init())
     expected = losses_of(one_device, store, state, 10)
     assert expected[-1] < expected[0]
@@ -62,13 +62,13 @@ def test_losses_with_random_rounding_do_not_depend_on_the_mesh(
 
 
 def test_the_first_state_does_not_depend_on_the_mesh(programs, born):
-    state = programs(*CUBE, devices=8).init()
+    state = programs(CUBE, devices=8).init()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), born)
 
 
 def test_the_step_on_a_cpu_copies_no_part_of_the_state(programs):
     """Donated buffers are written in place (compiler_options of train/core/runtime)."""
-    program = programs("mesh.data=2", devices=2)
+    program = programs(["mesh.data=2"], devices=2)
     step = program.train_step.lower(program.state, program.batch).compile()
     assert not re.findall(r"= f32.* copy\(%?param.*", step.as_text())
 
@@ -95,13 +95,13 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
 def test_all_that_does_not_fit_the_devices_is_listed_at_once(programs):
     shape = ("model.attention=splash", "model.embed_dim=36", "data.batch_size=6")
     with pytest.raises(ConfigError) as error:
-        programs(*shape, "mesh.fsdp=8", devices=8)
+        programs([*shape, "mesh.fsdp=8"], devices=8)
     keys = {mistake.key for mistake in error.value.mistakes}
     assert keys == {"model.attention", "data.batch_size", "mesh.params.embed"}
 
 
 def test_no_activation_is_replicated_to_change_its_sharding(programs, capfd):
     """Rows of tables W[V, D_fsdp] become x[B_(data, fsdp), T, D]."""
-    program = programs(*CUBE, "model.position=learned", devices=8)
+    program = programs([*CUBE, "model.position=learned"], devices=8)
     program.train_step.lower(program.state, program.batch).compile()
     assert "Involuntary full rematerialization" not in capfd.readouterr().err

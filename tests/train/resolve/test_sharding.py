@@ -10,14 +10,14 @@ from train.core.layout import bytes_per_device
 from train.errors import ConfigError
 
 
-def mistakes(programs, *overrides: str) -> dict[str, tuple[object, str]]:
+def mistakes(programs, overrides: list[str]) -> dict[str, tuple[object, str]]:
     with pytest.raises(ConfigError) as error:
-        programs(*overrides, devices=8)
+        programs(overrides, devices=8)
     return {m.key: (m.value, m.rule) for m in error.value.mistakes}
 
 
 def test_parameters_have_the_shardings_of_the_table(programs):
-    program = programs(*CUBE, devices=8)
+    program = programs(CUBE, devices=8)
     table = program.config.mesh.params
     infos = dict(named(program.infos, lambda x: isinstance(x, ParamInfo)))
     for name, leaf in named(program.state.params):
@@ -35,14 +35,14 @@ def test_parameters_have_the_shardings_of_the_table(programs):
 
 
 def test_bytes_per_device_are_those_of_a_shard(programs):
-    for _, leaf in named(programs(*CUBE, devices=8).state):
+    for _, leaf in named(programs(CUBE, devices=8).state):
         shard = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         assert bytes_per_device(leaf) == shard.size * leaf.dtype.itemsize
 
 
 def test_all_that_does_not_divide_is_listed_at_once(programs):
     shape = ("model.num_heads=3", "model.embed_dim=30", "model.head_dim=8")
-    result = mistakes(programs, *shape, "mesh.fsdp=4", "mesh.tensor=2")
+    result = mistakes(programs, [*shape, "mesh.fsdp=4", "mesh.tensor=2"])
     assert set(result) == {f"mesh.params.{x}" for x in ("embed", "heads", "kv_heads")}
     value, rule = result["mesh.params.embed"]
     assert value == "fsdp"
@@ -52,7 +52,7 @@ def test_all_that_does_not_divide_is_listed_at_once(programs):
 
 def test_a_missing_rule_and_two_dims_on_one_axis_are_listed_at_once(programs):
     rules = ("~mesh.params.vocab", "mesh.params.head_dim=tensor")
-    assert set(mistakes(programs, *rules, *CUBE)) == {"mesh.params"}
+    assert set(mistakes(programs, [*rules, *CUBE])) == {"mesh.params"}
 
 
 def moments(state, fields: tuple[str, ...], params) -> dict:
@@ -74,7 +74,7 @@ def by_path(params) -> dict:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_moment_has_the_sharding_of_its_parameter(programs, optimizer):
     program = programs(
-        *(f"optimizer={optimizer}", "optimizer.ema_decay=0.9", *CUBE), devices=8
+        [f"optimizer={optimizer}", "optimizer.ema_decay=0.9", *CUBE], devices=8
     )
     params = by_path(program.state.params)
     state = program.state
@@ -95,7 +95,7 @@ def test_every_moment_has_the_sharding_of_its_parameter(programs, optimizer):
     "optimizer", ["optimizer.moment_dtype=int8", "optimizer=adafactor"]
 )
 def test_maxima_and_means_keep_the_sharding_of_their_dims(programs, optimizer):
-    state = programs(optimizer, *CUBE, devices=8).state
+    state = programs([optimizer, *CUBE], devices=8).state
     up = state.params["layers"]["0"]["0"]["mlp"]["up"]["weight"]
     layers, inputs, outputs = up.shape
     spec = up.sharding.spec

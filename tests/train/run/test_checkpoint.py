@@ -104,8 +104,8 @@ def test_another_mesh_restores_to_its_own_layout(programs, folder):
 
     Every restored leaf has the sharding that the rule table of the new mesh gives.
     """
-    old = programs("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", devices=8)
-    new = programs("mesh.fsdp=8", devices=8)
+    old = programs(["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"], devices=8)
+    new = programs(["mesh.fsdp=8"], devices=8)
     rng = np.random.default_rng(0)
     state = jax.tree.map(
         lambda x: jax.device_put(

@@ -27,8 +27,8 @@ GUARDED = ("train.skip_sigma=4", "train.skip_window=4")
 )
 def test_recent_steps_that_were_not_saved_begin_empty(programs, folder, before, after):
     """The rest of the state is restored as it was if train.skip_sigma may change."""
-    old = programs(*before, devices=1)
-    new = programs(*after, devices=1)
+    old = programs(before, devices=1)
+    new = programs(after, devices=1)
     state = old.init()
     checkpoints = Checkpoints(folder, CheckpointConfig())
     if state.recent is not None:
@@ -48,8 +48,8 @@ AVERAGED = ("optimizer.ema_decay=0.9",)
 )
 def test_a_new_average_begins_at_the_weights(programs, store, folder, before, after):
     """An average that is switched off is dropped. The rest is restored as it was."""
-    old = programs(*before, devices=1)
-    new = programs(*after, devices=1)
+    old = programs(before, devices=1)
+    new = programs(after, devices=1)
     state = old.init()
     checkpoints = Checkpoints(folder, CheckpointConfig())
     if state.optimizer.average is not None:
@@ -82,7 +82,7 @@ def test_a_change_that_cannot_continue_is_refused_by_its_key(
 ):
     """Both directions raise ConfigError, which is not a crash that would be retried."""
     base = programs(devices=1)
-    variant = programs(*typed, devices=1)
+    variant = programs(typed, devices=1)
     for path, old, new in (("there", base, variant), ("back", variant, base)):
         checkpoints = Checkpoints(folder / path, CheckpointConfig())
         checkpoints.save(0, old.init(), ABOUT)

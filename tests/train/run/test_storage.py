@@ -143,7 +143,7 @@ def test_a_killed_and_continued_run_equals_the_run_on_disk(door, server, tmp_pat
             remote_dir, at_step=at_step, number=signal.SIGKILL, environment=credentials
         )
         assert attempt.returncode == -signal.SIGKILL, attempt.stderr
-    last_attempt = door(remote_dir, "profile.steps=[18,19]", environment=credentials)
+    last_attempt = door(remote_dir, ["profile.steps=[18,19]"], environment=credentials)
     assert last_attempt.returncode == 0, last_attempt.stderr
     assert steps_of(remote_dir) == steps_of(local_dir)
     run = run_folder(remote_dir)
@@ -156,7 +156,7 @@ def test_a_killed_and_continued_run_equals_the_run_on_disk(door, server, tmp_pat
     def run_command(module: str, *overrides: str) -> Any:
         command = f"train.{module}"
         return door(
-            remote_dir, *overrides, module=command, config=(), environment=credentials
+            remote_dir, overrides, module=command, config=(), environment=credentials
         )
 
     assert "DAMAGED" not in run_command("checkpoints").stdout
@@ -170,11 +170,7 @@ def test_a_killed_and_continued_run_equals_the_run_on_disk(door, server, tmp_pat
     branch = "s3://bucket/branch"
     arguments = (f"from={remote_dir}@15", f"run.dir={branch}")
     result = door(
-        remote_dir,
-        *arguments,
-        module="train.branch",
-        config=(),
-        environment=credentials,
+        remote_dir, arguments, module="train.branch", config=(), environment=credentials
     )
     assert result.returncode == 0, result.stderr
     assert steps_of(branch) == steps_of(local_dir)

@@ -19,7 +19,7 @@ NUM_IDS = 257  # the vocabulary is padded to 384
 
 @pytest.fixture(scope="module")
 def program(programs):
-    return programs("model.num_layers=1", "model.token_shift=both", devices=1)
+    return programs(["model.num_layers=1", "model.token_shift=both"], devices=1)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ PROMPTS = ["def f(x):", "", "import os\n" * 8, "class"]
 
 @pytest.fixture(scope="module")
 def program(programs):
-    return programs("model.num_layers=1", devices=1)
+    return programs(["model.num_layers=1"], devices=1)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def form(composed):
 
     The default mesh is fsdp 256 on TPUs.
     """
-    config = composed("model=llama3_8b")
+    config = composed(["model=llama3_8b"])
 
     def form(
         rows: tuple[int, int],
@@ -80,7 +80,7 @@ def test_only_a_head_that_manual_axes_shard_takes_pieces(form, mesh):
 
 
 def test_a_head_whose_vocabulary_is_sharded_takes_tiles(form, composed):
-    config = composed("mesh.params.vocab=fsdp", "mesh.params.embed=null")
+    config = composed(["mesh.params.vocab=fsdp", "mesh.params.embed=null"])
     assert form((2, 4096), rules=axis_rules(config.mesh)).ids is None
 
 

@@ -28,7 +28,7 @@ from train.resolve.program import make_program
 
 @pytest.fixture(scope="module")
 def program(programs):
-    return programs("model.num_layers=1", devices=1)
+    return programs(["model.num_layers=1"], devices=1)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_ids_that_only_pad_the_vocabulary_have_no_probability(
     programs, batch, more, platform
 ):
     """The same holds in training and validation, for any tiles and any sharding."""
-    program = programs("model.num_layers=1", *more, devices=8 if len(more) > 1 else 1)
+    program = programs(["model.num_layers=1", *more], devices=8 if len(more) > 1 else 1)
     placement = replace(program.execution.placement, platform=platform)
     execution = program.execution._replace(placement=placement)
     program = replace(program, num_tokens=257, execution=execution)
@@ -149,7 +149,7 @@ def test_the_loss_does_not_depend_on_the_mesh(
         f"mesh.{axis}={size}"
         for axis, size in zip(("data", "fsdp", "tensor"), mesh, strict=True)
     ]
-    program = programs("model.num_layers=1", *shape, devices=8)
+    program = programs(["model.num_layers=1", *shape], devices=8)
     head = program.shardings.params["head"]["weight"].spec
     assert head == PartitionSpec("fsdp", "tensor")
     assert_close(value_and_grads(program, params, batch, chunk), whole)
@@ -172,13 +172,13 @@ def test_the_loss_does_not_depend_on_the_sharding_rules(
 ):
     """Some rules shard the vocabulary over devices that hold different rows."""
     shape = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
-    program = programs("model.num_layers=1", *shape, *rules, devices=8)
+    program = programs(["model.num_layers=1", *shape, *rules], devices=8)
     assert_close(value_and_grads(program, params, batch, 8), whole)
 
 
 def test_a_tied_table_has_the_same_loss_in_tiles(programs, batch):
     program = programs(
-        "model.num_layers=1", "model.tied_head=true", "mesh.fsdp=8", devices=8
+        ["model.num_layers=1", "model.tied_head=true", "mesh.fsdp=8"], devices=8
     )
     params = params_of(GPT(program.config.model, nnx.Rngs(1), MODEL_PARTS))
     expected = value_and_grads(program, params, batch, None)

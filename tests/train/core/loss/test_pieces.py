@@ -1,5 +1,6 @@
 """The loss in vocabulary pieces has the sums and the gradients of tiles."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,14 @@ Z_LOSS = 0.1
 PIECES = LossForm(N // 2, ids=160)  # The third piece overlaps the second by 96 ids.
 
 
+class Inputs(NamedTuple):
+    """Features x [N, D], a weight [D, V] and targets [N]."""
+
+    x: np.ndarray
+    weight: np.ndarray
+    targets: np.ndarray
+
+
 class Result(NamedTuple):
     """The loss, the nats and the gradients of features x [N, D] and of a weight."""
 
@@ -38,9 +47,7 @@ class Result(NamedTuple):
 
 def compute(
     form: LossForm,
-    x: np.ndarray,
-    weight: np.ndarray,
-    targets: np.ndarray,
+    inputs: Inputs,
     *,
     tied: bool = False,
     cap: float | None = None,
@@ -48,6 +55,7 @@ def compute(
     dtype: str = "float32",
 ) -> Result:
     """Compute the loss of two rows in a form, on one device."""
+    x, weight, targets = inputs
     D = x.shape[1]
     config = ModelConfig(vocab_size=V, embed_dim=D, tied_head=tied, logit_soft_cap=cap)
     execution = Execution(Numerics(compute_dtype=jnp.dtype(dtype)))
@@ -71,16 +79,15 @@ def compute(
 
 
 def reference(
-    x: np.ndarray,
-    weight: np.ndarray,
-    targets: np.ndarray,
+    inputs: Inputs,
     cap: float | None = None,
     num_tokens: int = V,
     **_: Any,
 ) -> Result:
     """Compute the loss and its gradients in float64."""
-    x = np.float64(x)
-    weight = np.float64(weight)
+    x = inputs.x.astype(np.float64)
+    weight = inputs.weight.astype(np.float64)
+    targets = inputs.targets
     raw = x @ weight
     logits = raw if cap is None else cap * np.tanh(raw / cap)
     logits[:, num_tokens:] = -np.inf
@@ -122,11 +129,11 @@ def check(actual: Result, expected: Result, rtol: float) -> None:
 def test_pieces_have_the_loss_and_the_gradients_of_tiles(tied, num_tokens, cap):
     random = np.random.default_rng(1)
     x = random.standard_normal((N, 24))
-    arrays = x, random.standard_normal((24, V)), draw_targets(num_tokens)
+    inputs = Inputs(x, random.standard_normal((24, V)), draw_targets(num_tokens))
     options = {"tied": tied, "num_tokens": num_tokens, "cap": cap}
-    result = compute(PIECES, *arrays, **options)
-    check(result, compute(LossForm(4), *arrays, **options), rtol=2e-6)
-    check(result, reference(*arrays, **options), rtol=2e-6)
+    result = compute(PIECES, inputs, **options)
+    check(result, compute(LossForm(4), inputs, **options), rtol=2e-6)
+    check(result, reference(inputs, **options), rtol=2e-6)
     assert (result.dweight[:, num_tokens:] == 0).all()
     assert (result.dx[5] == 0).all()  # Token 5 has no target.
 
@@ -156,11 +163,11 @@ def test_pieces_are_accurate_for_extreme_logits(logits, cap):
     Logits near 200 have errors of 1e-5 in float32.
     """
     for num_tokens in (V, 200):
-        arrays = np.eye(N), logits, draw_targets(num_tokens)
+        inputs = Inputs(np.eye(N), logits, draw_targets(num_tokens))
         options = {"cap": cap, "num_tokens": num_tokens}
-        result = compute(PIECES, *arrays, **options)
-        check(result, compute(LossForm(4), *arrays, **options), rtol=3e-5)
-        check(result, reference(*arrays, **options), rtol=3e-5)
+        result = compute(PIECES, inputs, **options)
+        check(result, compute(LossForm(4), inputs, **options), rtol=3e-5)
+        check(result, reference(inputs, **options), rtol=3e-5)
 
 
 @pytest.mark.parametrize("cap", [None, 30.0])
@@ -173,10 +180,10 @@ def test_bfloat16_costs_pieces_hardly_more_than_tiles(scale, cap):
     def draw(*shape: int) -> np.ndarray:
         return np.float64(jnp.asarray(random.standard_normal(shape), jnp.bfloat16))
 
-    arrays = draw(N, D) * 2.0**-2, draw(D, V) * scale, draw_targets()
-    expected = reference(*arrays, cap=cap)
+    inputs = Inputs(draw(N, D) * 2.0**-2, draw(D, V) * scale, draw_targets())
+    expected = reference(inputs, cap=cap)
     pieces, tiles = (
-        compute(form, *arrays, cap=cap, dtype="bfloat16")
+        compute(form, inputs, cap=cap, dtype="bfloat16")
         for form in (PIECES, LossForm(4))
     )
     for name in ("dx", "dweight"):
@@ -190,11 +197,11 @@ def test_bfloat16_costs_pieces_hardly_more_than_tiles(scale, cap):
 
 @pytest.fixture
 def gradients(programs, store, monkeypatch):
-    """Return a function (form, *overrides, devices) -> (loss, gradients) of a step."""
+    """Return a function (form, overrides, devices) -> (loss, gradients) of a step."""
 
-    def gradients(form: LossForm, *overrides: str, devices: int):
+    def gradients(form: LossForm, overrides: Sequence[str], devices: int):
         monkeypatch.setattr(loss_module, "choose_form", lambda *_: form)
-        program = programs("model.num_layers=1", *overrides, devices=devices)
+        program = programs(["model.num_layers=1", *overrides], devices=devices)
         model = program.model
         execution = program.execution
         sharded_dims = execution.weight_placement(model.head_axes).sharded_dims
@@ -214,12 +221,12 @@ def gradients(programs, store, monkeypatch):
 def test_a_step_in_pieces_equals_one_in_tiles_on_any_mesh(gradients, tied):
     """Devices scatter the gradient of each piece. Some ids only pad the vocabulary."""
     overrides = f"model.tied_head={tied}", "train.z_loss=0.1", "model.logit_soft_cap=20"
-    expected = gradients(LossForm(8), *overrides, devices=1)
+    expected = gradients(LossForm(8), overrides, devices=1)
     for devices, mesh in (
         (4, ("mesh.fsdp=2", "mesh.context=2")),
         (8, ("mesh.data=2", "mesh.fsdp=4")),
         (4, ("mesh.data=2", "mesh.fsdp=2", "train.accumulation_steps=2")),
         (8, ("mesh.fsdp=8",)),
     ):
-        result = gradients(LossForm(8, ids=160), *overrides, *mesh, devices=devices)
+        result = gradients(LossForm(8, ids=160), [*overrides, *mesh], devices=devices)
         assert distance(result, expected) <= 1e-5, mesh

@@ -179,7 +179,7 @@ class TestSlices:
 
 
 def test_a_cpu_program_gathers_and_scatters_each_layer(compile_step):
-    step = compile_step("mesh=fsdp", "model.compute_dtype=float32")
+    step = compile_step(["mesh=fsdp", "model.compute_dtype=float32"])
     gathers = of(step.collectives, "layers forward", "all-gather")
     assert payload(large(gathers)) == L * F32 * MATRICES
     scatters = of(step.collectives, "layers backward", "reduce-scatter")

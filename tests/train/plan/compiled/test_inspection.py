@@ -18,7 +18,7 @@ def state_names(step) -> list[str]:
 @pytest.mark.parametrize("name", ["", "fsdp"])
 def test_every_array_of_the_state_is_updated_in_place(compile_step, stored_step, name):
     overrides = "mesh=fsdp", "model.compute_dtype=float32"
-    step = stored_step(name) if name else compile_step(*overrides)
+    step = stored_step(name) if name else compile_step(overrides)
     assert inspect(step.text, state_names(step)).in_place == InPlace(
         state_names(step), []
     )
@@ -39,7 +39,7 @@ def test_arrays_that_are_not_donated_are_named():
 def test_the_largest_buffers_name_the_instruction_that_made_them(compile_step):
     """One holds all layers' attention weights, of half of the queries and all keys."""
     inspection = inspect(
-        compile_step("mesh=fsdp", "model.compute_dtype=float32").text, []
+        compile_step(["mesh=fsdp", "model.compute_dtype=float32"]).text, []
     )
     sizes = [buffer.bytes for buffer in inspection.buffers]
     assert sizes == sorted(sizes, reverse=True)

@@ -36,7 +36,7 @@ def test_the_loop_over_layers_sends_the_estimated_bytes(stored_step, name):
 
 def test_a_ring_sends_keys_values_and_their_gradients(composed, lay_out):
     overrides = (*SHAPE, "model.attention=xla", "mesh.fsdp=1", "mesh.context=16")
-    exchanges = local_step(lay_out(composed(*overrides), "v5p-32")).exchanges
+    exchanges = local_step(lay_out(composed(overrides), "v5p-32")).exchanges
     sent_bytes = sum(e.payload for e in exchanges if e.kind == "collective-permute")
     chunk = B * T // 16
     keys = 2 * chunk * D  # Values are as large as keys.
@@ -51,7 +51,7 @@ def test_a_ring_of_latents_sends_latents_and_their_gradients(composed, lay_out):
     latent += ("model.nope_head_dim=32", "model.rope_head_dim=16")
     ring = ("mesh.fsdp=1", "mesh.context=16", "mesh.context_attention=ring")
     overrides = (*SHAPE, "model.attention=xla", "model.num_kv_heads=null", *latent)
-    exchanges = local_step(lay_out(composed(*overrides, *ring), "v5p-32")).exchanges
+    exchanges = local_step(lay_out(composed([*overrides, *ring]), "v5p-32")).exchanges
     sent_bytes = sum(e.payload for e in exchanges if e.kind == "collective-permute")
     chunk = B * T // 16
     latents = 2 * chunk * (64 + 16)
@@ -65,7 +65,7 @@ def test_a_token_shift_gathers_a_quarter_of_one_position(composed, lay_out):
     def gathered_bytes(token_shift):
         mesh = ("mesh.fsdp=1", "mesh.context=16", "mesh.context_attention=all_gather")
         shape = (*SHAPE, "model.attention=xla", f"model.token_shift={token_shift}")
-        exchanges = local_step(lay_out(composed(*shape, *mesh), "v5p-32")).exchanges
+        exchanges = local_step(lay_out(composed([*shape, *mesh]), "v5p-32")).exchanges
         return sum(e.payload for e in exchanges if e.kind == "all-gather")
 
     assert gathered_bytes("mlp") - gathered_bytes("none") == L * 16 * B * 2 * D / 4
@@ -98,7 +98,7 @@ def test_copies_travel_to_the_devices_of_their_experts(
     )
     mesh = ("mesh.fsdp=1", "mesh.expert=8", "train.remat=full", "tracker=none")
     data = ("data.batch_size=16", "data.sequence_length=128", "model.attention=xla")
-    exchanges = local_step(lay_out(composed(*shape, *mesh, *data), "v5e-8")).exchanges
+    exchanges = local_step(lay_out(composed([*shape, *mesh, *data]), "v5e-8")).exchanges
     sent_bytes = sum(e.payload for e in exchanges if e.kind == "ragged-all-to-all")
     rows = 2 * 128 * copies
     width = 128
@@ -141,20 +141,20 @@ def phases_on(mesh, *fields):
     ],
 )
 def test_between_slices_a_chip_sends_its_share(composed, fields, expected):
-    mesh = machine(composed, "v5e-4x2", *EIGHT, "mesh.dcn.fsdp=2").mesh
+    mesh = machine(composed, "v5e-4x2", [*EIGHT, "mesh.dcn.fsdp=2"]).mesh
     assert phases_on(mesh, *fields) == expected
 
 
 def test_rings_of_gpus_go_through_all_nodes(composed):
-    mesh = machine(composed, "v5e-8", *EIGHT).mesh
+    mesh = machine(composed, "v5e-8", EIGHT).mesh
     assert phases_on(mesh, "reduce-scatter") == {("ICI", "reduce-scatter", 800, 700)}
-    mesh = machine(composed, "h100-4x2", *EIGHT).mesh
+    mesh = machine(composed, "h100-4x2", EIGHT).mesh
     assert phases_on(mesh, "all-gather") == {("network", "all-gather", 800, 700)}
 
 
 def test_a_scatter_over_a_torus_is_timed_in_its_steps(composed):
     """A 4 x 4 x 4 torus has planes of 16 with four links, and lines of 4 with two."""
-    mesh = machine(composed, "v5p-128", "mesh=fsdp").mesh
+    mesh = machine(composed, "v5p-128", ["mesh=fsdp"]).mesh
     steps = collective_steps(mesh)
     plane, line = phases(exchange("reduce-scatter"), mesh, steps)
     assert (plane.sent, plane.links) == (800 * 15 / 16, 4)
@@ -166,6 +166,6 @@ def test_a_scatter_over_a_torus_is_timed_in_its_steps(composed):
 @pytest.mark.parametrize(("kind", "links"), [("all-gather", 6), ("reduce-scatter", 2)])
 def test_a_scatter_of_tpu7x_is_one_ring_as_compiled(composed, kind, links):
     """The slice has rings along three dims."""
-    mesh = machine(composed, "tpu7x-128", "mesh=fsdp", "data.batch_size=128").mesh
+    mesh = machine(composed, "tpu7x-128", ["mesh=fsdp", "data.batch_size=128"]).mesh
     (phase,) = phases(exchange(kind), mesh)
     assert phase.links == links

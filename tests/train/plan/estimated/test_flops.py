@@ -8,11 +8,11 @@ from train.plan.estimated.step import estimate_step
 
 @pytest.fixture
 def count_flops(composed, lay_out):
-    """Return the FLOPs of a step: (target, *overrides) -> Flops."""
+    """Return the FLOPs of a step: (target, overrides) -> Flops."""
 
-    def count_flops(target, *overrides):
-        overrides = (*SHAPE, "train.remat=none", *overrides)
-        return estimate_step(lay_out(composed(*overrides), target)).flops
+    def count_flops(target, overrides):
+        overrides = [*SHAPE, "train.remat=none", *overrides]
+        return estimate_step(lay_out(composed(overrides), target)).flops
 
     return count_flops
 
@@ -37,7 +37,7 @@ def test_a_ring_of_gpus_computes_the_scores_below_the_diagonal(count_flops, cont
     """
     S = 4096
     sizes = (f"mesh.fsdp={8 // context}", f"mesh.context={context}")
-    flops = count_flops("h100-8", "mesh=fsdp", f"data.sequence_length={S}", *sizes)
+    flops = count_flops("h100-8", ["mesh=fsdp", f"data.sequence_length={S}", *sizes])
     T = S // context
     product = 2 * L * B * T * D * context / 8  # the FLOPs of a device per key
     assert flops.attention == 7 * product * (T / 2 + (context - 1) * T / 2)
@@ -51,7 +51,7 @@ def test_layers_with_and_without_a_window_compute_their_own_scores(count_flops):
     def attention(pattern):
         window = () if pattern == "global" else ("model.window=300",)
         layers = f"model.layer_pattern=[{pattern}]"
-        return count_flops("v5e-8", *shape, *window, layers).attention
+        return count_flops("v5e-8", [*shape, *window, layers]).attention
 
     local_flops = attention("local")
     global_flops = attention("global")
@@ -62,8 +62,8 @@ def test_layers_with_and_without_a_window_compute_their_own_scores(count_flops):
 def test_a_stage_with_one_row_computes_half_of_what_two_rows_take(count_flops):
     """A kernel of one row has no dim for rows."""
     stages = "mesh=fsdp", "mesh.pipeline=2", "model.num_layers=2"
-    one = count_flops("h100-8", *stages, "data.batch_size=8")
-    two = count_flops("h100-8", *stages, "data.batch_size=16")
+    one = count_flops("h100-8", [*stages, "data.batch_size=8"])
+    two = count_flops("h100-8", [*stages, "data.batch_size=16"])
     assert one.attention * 2 == two.attention > 0
     assert one.whole_attention * 2 == two.whole_attention
 
@@ -81,7 +81,7 @@ def test_devices_together_compute_the_same_on_every_mesh_of_experts(
     composed, lay_out, expert, tensor
 ):
     def total_flops(*sizes):
-        program = lay_out(composed(*EXPERTS, *sizes), "v5p-32")
+        program = lay_out(composed([*EXPERTS, *sizes]), "v5p-32")
         counts = estimate_step(program).flops
         assert 0 < counts.grouped < counts.products
         return counts.total * program.mesh.size

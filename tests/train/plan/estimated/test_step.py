@@ -24,9 +24,9 @@ from train.plan.small_copy import make_copy
 
 @pytest.fixture
 def laid_out(composed, lay_out):
-    """Return a function: (target, *overrides) -> a program on stand-ins."""
+    """Return a function: (target, overrides) -> a program on stand-ins."""
     base = ("optimizer=adamw", "tracker=none", "model.vocab_size=65536")
-    return lambda target, *overrides: lay_out(composed(*base, *overrides), target)
+    return lambda target, overrides: lay_out(composed([*base, *overrides]), target)
 
 
 FIGURES = json.loads(Path(__file__).with_name("compiled_figures.json").read_text())
@@ -49,7 +49,7 @@ def test_estimates_are_near_compiled_steps(laid_out, figures):
         figures = figures | figures.get("jax 0.12", {})
     target, *overrides = figures["case"].split()
     vocabulary = f"model.vocab_size={figures['vocab_size']}"
-    program = laid_out(target, vocabulary, *overrides)
+    program = laid_out(target, [vocabulary, *overrides])
     cost = estimate_step(program)
     memory = estimate_memory(program)
     flops = cost.flops.total + figures.get("repeated_flops", 0)
@@ -80,7 +80,7 @@ def test_estimates_are_near_compiled_steps_without_a_loop(
     target, *overrides = case.split()
     length = 4096 if "model=llama3_1b" in overrides else 1024
     overrides += [f"data.sequence_length={length}", "model.layer_unroll=-1"]
-    program = laid_out(target, *overrides)
+    program = laid_out(target, overrides)
     temporaries = estimate_memory(program).parts["temporaries"].bytes
     assert 0.75 < temporaries / compiled <= 1
     copy = make_copy(program)
@@ -89,19 +89,19 @@ def test_estimates_are_near_compiled_steps_without_a_loop(
 
 
 def test_the_copy_of_a_deep_model_has_a_loop_too(laid_out):
-    program = laid_out("h200-1", *GPT2, "model.num_layers=17")
+    program = laid_out("h200-1", [*GPT2, "model.num_layers=17"])
     assert make_copy(program).execution.layer_unroll == 1
 
 
 def test_a_program_that_recomputes_has_a_loop_again(laid_out):
-    program = laid_out("h200-1", *GPT2)
+    program = laid_out("h200-1", GPT2)
     train = replace(program.config.train, remat=Remat.full)
     programs = program, program.with_train_config(train)
     assert [candidate.execution.layer_unroll for candidate in programs] == [-1, 1]
 
 
 def test_the_state_is_exact_and_temporaries_are_itemised(laid_out):
-    program = laid_out("h100-8", *GPT2, "mesh=fsdp")
+    program = laid_out("h100-8", [*GPT2, "mesh=fsdp"])
     computed = device_memory(program)
     memory = estimate_memory(program)
     assert memory.needed.how == LOWER_BOUND
@@ -113,7 +113,7 @@ def test_the_state_is_exact_and_temporaries_are_itemised(laid_out):
 
 
 def test_full_recomputation_saves_the_inputs_of_the_layers(programs):
-    program = programs("train.remat=full")
+    program = programs(["train.remat=full"])
     model = program.config.model
     rows, length = program.batch.inputs.shape
     inputs = model.num_layers * rows * length * model.embed_dim
@@ -124,7 +124,7 @@ def test_full_recomputation_saves_the_inputs_of_the_layers(programs):
 def test_a_step_is_refused_without_a_compiler(laid_out):
     budget = memory_budget(parse_target("v5e-8").chip, margin=0.05)
     for size, fits in (("64", True), ("256", False)):
-        program = laid_out("v5e-8", *GPT2, "mesh=ddp", f"data.batch_size={size}")
+        program = laid_out("v5e-8", [*GPT2, "mesh=ddp", f"data.batch_size={size}"])
         assert estimate_memory(program).fits(budget) is fits
 
 
@@ -133,7 +133,7 @@ def test_weights_sharded_over_slices_use_both_networks_as_compiled(laid_out):
     shape = ("model=llama3_8b", "model.num_layers=2", "model.vocab_size=128256")
     rows = ("data.sequence_length=2048", "data.batch_size=64", "train.remat=full")
     mesh = ("mesh=fsdp", "mesh.dcn.fsdp=2")
-    totals = estimate_step(laid_out("v5e-16x2", *shape, *rows, *mesh)).sent
+    totals = estimate_step(laid_out("v5e-16x2", [*shape, *rows, *mesh])).sent
     sent_mib = defaultdict[tuple[str, str], float](float)
     for row in totals:
         sent_mib[row.network, row.kind] += row.sent / 2**20
@@ -153,7 +153,7 @@ def test_weights_sharded_over_slices_use_both_networks_as_compiled(laid_out):
 
 
 def test_sums_and_items_agree(laid_out):
-    cost = estimate_step(laid_out("h100-8", *GPT2, "mesh=fsdp"))
+    cost = estimate_step(laid_out("h100-8", [*GPT2, "mesh=fsdp"]))
     outside_bytes = sum(row.payload for row in cost.outside_layers)
     assert 0 < outside_bytes < sum(row.payload for row in cost.sent)
     assert {row.network for row in cost.sent} == {"NVLink"}

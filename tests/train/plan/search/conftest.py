@@ -52,4 +52,4 @@ def budget(size: int) -> MemoryBudget:
 
 @pytest.fixture
 def config(composed):
-    return composed(*MODEL)
+    return composed(MODEL)

@@ -30,7 +30,7 @@ def test_layouts_that_a_command_would_refuse_are_not_weighed(composed, monkeypat
     stages = Layout(1, 4, pipeline=2, dcn_pipeline=2)
     monkeypatch.setattr(weigh, "layouts", lambda *_: [stages, Layout(2, 4, dcn_data=2)])
     offload = "optimizer.offload=true", "train.offload=[residual]"
-    config = composed(*ADAMW, "mesh=planned", *offload)
+    config = composed([*ADAMW, "mesh=planned", *offload])
     result = Search(config, fake_devices(parse_target("v5e-4x2")), budget(LARGE)).run()
     assert {c.layout.pipeline for c in result.weighed} == {1}
     assert {*result.excluded} == {"train.offload", "optimizer.offload"}
@@ -42,7 +42,7 @@ def test_precision_is_changed_only_if_asked_for(composed, devices, monkeypatch):
     monkeypatch.setattr(precision, "CHANGES", (MOMENTS[1:], OFFLOAD, float8))
     # This version compiles eight-bit moments on a TPU's host.
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
-    config = composed(*ADAMW, "mesh=fsdp")
+    config = composed([*ADAMW, "mesh=fsdp"])
     (plain,) = Search(config, devices, budget(LARGE)).run().weighed
     limit = budget(plain.needed - 1)
     result = Search(config, devices, limit).run()
@@ -58,11 +58,11 @@ def test_precision_is_changed_only_if_asked_for(composed, devices, monkeypatch):
 
 
 def test_a_combination_has_at_most_one_change_of_a_key(composed):
-    selections = combinations(composed(*ADAMW))
+    selections = combinations(composed(ADAMW))
     assert len({*selections}) == len(selections) == 3 * 2 * 2 * 3 - 1
     for changes in selections:
         assert len({change.partition("=")[0] for change in changes}) == len(changes)
     changes = max(selections, key=len)
-    assert with_changes(composed(*ADAMW), changes) == composed(*ADAMW, *changes)
-    bfloat16 = composed(*ADAMW, "optimizer.moment_dtype=bfloat16")
+    assert with_changes(composed(ADAMW), changes) == composed([*ADAMW, *changes])
+    bfloat16 = composed([*ADAMW, "optimizer.moment_dtype=bfloat16"])
     assert not any("moment_dtype" in " ".join(c) for c in combinations(bfloat16))

@@ -46,7 +46,7 @@ def compilers(monkeypatch):
 
 def test_the_fastest_layout_that_fits_is_best(composed, devices, capsys):
     # The search does not list this mesh.
-    config = composed(*MODEL, "mesh=fsdp", "mesh.context=2")
+    config = composed([*MODEL, "mesh=fsdp", "mesh.context=2"])
     result = Search(config, devices, budget(LARGE)).run()
     best = min((c for c in result.weighed if c.fits), key=lambda c: c.step_s)
     assert result.best == best
@@ -84,7 +84,7 @@ def test_a_layout_that_cannot_be_estimated_is_counted_with_the_reason(
     assert result.failed["ValueError"] in printed
     monkeypatch.setattr(weigh, "layouts", lambda *_: [Layout(1, 4, 2)])
     with pytest.raises(RuntimeError, match="ValueError: no such kernel"):
-        Search(composed(*MODEL, "mesh=planned"), devices, budget(LARGE)).run()
+        Search(composed([*MODEL, "mesh=planned"]), devices, budget(LARGE)).run()
 
 
 def test_a_search_is_cached(composed, config, devices, monkeypatch):
@@ -92,14 +92,14 @@ def test_a_search_is_cached(composed, config, devices, monkeypatch):
     result = Search(config, devices, budget(LARGE), beat=lambda: beats.append(1)).run()
     assert len(beats) >= len(result.weighed)
     monkeypatch.delattr(searching, "Weighing")
-    second = Search(composed(*MODEL, "mesh=fsdp"), devices, budget(LARGE)).run()
+    second = Search(composed([*MODEL, "mesh=fsdp"]), devices, budget(LARGE)).run()
     assert second.weighed == result.weighed
     assert second.given != result.given
     plan = PlanConfig(**{**vars(config), "seed": 1}, search_compiles=0)
     assert Search(plan, devices, budget(LARGE)).run() == result
     for change in ("runtime.sparse_cores=false", "model.num_layers=6"):
         with pytest.raises(NameError):
-            Search(composed(*MODEL, change), devices, budget(LARGE)).run()
+            Search(composed([*MODEL, change]), devices, budget(LARGE)).run()
 
 
 def test_finalists_are_compiled_as_small_copies_and_the_best_in_full(
