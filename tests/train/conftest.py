@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from data.batches import Order
+from data.catalog import text_store
 from data.sources import Sources, open_sources
 from model.catalog import MODEL_PARTS
 from model.gpt import GPT, params_of
@@ -99,7 +100,9 @@ def store(
 ) -> Sources:
     """Return the tokens of `text`."""
     cache = tmp_path_factory.mktemp("store")
-    return open_sources(configure(f"data.path={text}", f"data.cache_dir={cache}").data)
+    return open_sources(
+        configure(f"data.path={text}", f"data.cache_dir={cache}").data, text_store
+    )
 
 
 @pytest.fixture(scope="session")

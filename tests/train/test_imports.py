@@ -51,13 +51,14 @@ RANK = {
     for name in part.split()
 }
 # These limits count the lines that a module reaches by imports, including imports
-# inside functions. A limit may only fall: lower it when a change allows it.
+# inside functions, but not what only the catalogs bring. A limit may only fall: lower
+# it when a change allows it.
 MAX_REACHED_LINES = {
     "model.gpt": 4_400,
     "train.core.step": 6_700,
-    "train.core.program": 17_200,
-    "train.core.loop": 33_900,
-    "train.start": 37_100,
+    "train.core.program": 15_100,
+    "train.core.loop": 29_100,
+    "train.start": 32_300,
 }
 # These imports inside functions do not count, each for its reason.
 RARE_IMPORTS = {
@@ -65,6 +66,7 @@ RARE_IMPORTS = {
     ("train.start", "train.prove"): "only with runtime.prove_kernels=true",
 }
 CORE = ("model", "train.core")
+CATALOGS = ("model.catalog", "data.catalog")  # what they list is handed in as values
 PARTS = ("model.parts", "model.catalog")  # optional parts, and their catalog
 CHOOSE_PARTS = ("train.core.program", "train.core.execution")
 COMMANDS = LAYERS.strip().split("\n")[-1].split()
@@ -143,7 +145,10 @@ def files() -> dict[str, Path]:
 
 
 def reached_from(files: dict[str, Path], start: str) -> set[str]:
-    """Return the modules that a module imports, directly and indirectly."""
+    """Return the modules that a module imports, directly and indirectly.
+
+    What only the catalogs import is left out.
+    """
     reached = set[str]()
     queue = [start]
     while queue:
@@ -151,6 +156,8 @@ def reached_from(files: dict[str, Path], start: str) -> set[str]:
         if module in reached:
             continue
         reached.add(module)
+        if module in CATALOGS:
+            continue
         rare_imports = tuple(
             room for importer, room in RARE_IMPORTS if importer == module
         )
@@ -180,6 +187,13 @@ def test_a_step_knows_no_config(files):
     configs = ("train.config", "data.config", "train.cli")
     reached = reached_from(files, "train.core.step")
     assert not {module for module in reached if module.startswith(configs)}
+
+
+def test_a_reader_of_stores_reaches_no_reader_of_text(files):
+    """The catalog of data hands the encoding of text to whoever opens stores."""
+    text = ("data.text", "data.catalog")
+    reached = reached_from(files, "data.sources")
+    assert not {module for module in reached if module.startswith(text)}
 
 
 @pytest.mark.parametrize(("module", "room"), RARE_IMPORTS)
