@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data import bpe
+from data.catalog import FORMATS
 from data.errors import DataError
 from data.machine import usable_cores
 from data.prepare_config import PrepareConfig
@@ -71,7 +72,8 @@ def tokenize(folder: Path) -> None:
         output = f"{folder}/store"
         shutil.rmtree(output, ignore_errors=True)
         prepare_store(
-            PrepareConfig(source, output, tokenizer=ranks, tokenizer_sha256=sha256)
+            PrepareConfig(source, output, tokenizer=ranks, tokenizer_sha256=sha256),
+            FORMATS,
         )
 
     contenders: dict[str, Callable[[], object]] = {

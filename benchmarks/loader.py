@@ -29,6 +29,7 @@ import numpy as np
 import data.token_store.reader
 from benchmarks.data import alternate, library
 from data.batches import Order
+from data.catalog import FORMATS, text_store
 from data.config import DataConfig, MixtureSource, Packing, Source
 from data.prepare_config import PrepareConfig
 from data.sources import open_sources
@@ -51,7 +52,7 @@ def stores(folder: Path) -> dict[str, MixtureSource]:
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
         source = f"{folder}/{name}.jsonl"
         output = f"{folder}/{name}"
-        prepare_store(PrepareConfig(input=source, output=output))
+        prepare_store(PrepareConfig(input=source, output=output), FORMATS)
         sources[name] = MixtureSource(output, weight)
     return sources
 
@@ -102,7 +103,7 @@ def load(folder: Path) -> None:
 def loaded(config: DataConfig, limit: int) -> Iterator:
     """Return a batch iterator; splits of up to `limit` bytes are read into memory."""
     with mock.patch.object(data.token_store.reader, "MEMORY_LIMIT_BYTES", limit):
-        order = Order(open_sources(config), config, 0)
+        order = Order(open_sources(config, text_store), config, 0)
     return order.batches()
 
 

@@ -32,6 +32,7 @@ from etils import epath
 from benchmarks.rates_chart import vertex
 from data.batch import Batch
 from data.batches import Order, validation_batches
+from data.catalog import text_store
 from data.encoding import padded_vocab_size
 from data.sources import encoding_of, open_sources
 from data.storage import write_atomically
@@ -136,7 +137,7 @@ def prepare(sweep: Sweep) -> Prepared:
     keys = ("model.attention=xla", "model.layer_unroll=1", *sweep.overrides)
     config = compose([*keys, "mesh=ddp"])
     config = settle(config, padded_vocab_size(encoding_of(config.data)))
-    sources = open_sources(config.data)
+    sources = open_sources(config.data, text_store)
     steps = config.train.num_steps
     orders = [Order(sources, config.data, seed) for seed in range(sweep.seeds)]
     batches = [[order.read(step) for order in orders] for step in range(steps)]

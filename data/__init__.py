@@ -5,6 +5,7 @@ PUBLIC_MODULES = (
     "batch",
     "batches",
     "beginning",
+    "catalog",
     "config",
     "encoding",
     "errors",

@@ -29,7 +29,7 @@ from data.phases import Phase, batch_number, phase_at, phases_of
 from data.rows import Rows, open_rows, read_rows
 from data.shuffle import seed_of, shuffled_rows
 from data.sources import Sources
-from data.text.files import Split
+from data.splits import Split
 
 __all__ = [
     "Order",

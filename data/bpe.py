@@ -13,7 +13,7 @@ from dataclasses import replace
 from data.errors import DataError
 from data.text.classify import classify
 from data.text.documents import read_documents
-from data.text.files import missing_package_error, units_of
+from data.text.files import Format, missing_package_error, units_of
 from data.text.find import find_files
 from data.text.records import ReadSettings, Record
 from data.tokenizer import RANK_FILE_PATTERN
@@ -97,6 +97,7 @@ def texts_of(
     inputs: Sequence[str],
     max_bytes: int,
     settings: ReadSettings,
+    formats: Sequence[Format],
     pattern: str = "**/*",
 ) -> Iterator[str]:
     """Yield texts of at most `max_bytes` in all from inputs, and skip bad records.
@@ -107,7 +108,7 @@ def texts_of(
     choice of units depends only on the files' names and sizes, and on `max_bytes`.
     Raises DataError if an input does not exist, or a file cannot be read.
     """
-    files = classify(find_files(inputs, pattern), settings).files
+    files = classify(find_files(inputs, pattern), settings, formats).files
     reading = replace(settings, keep_invalid_utf8=True)
     units = [unit for file in files for unit in units_of(file)]
     stride = max(1, -(-sum(file.size for file in files) // max_bytes))

@@ -10,8 +10,6 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
 
-from data.text.files import Format
-
 INT32_MAX = 2**31 - 1  # JAX integers are int32
 Count = Annotated[int, Ge(1), Le(INT32_MAX)]
 Number = Annotated[int, Ge(0), Le(INT32_MAX)]
@@ -21,13 +19,6 @@ ByteCount = Annotated[int, Ge(1), Le(2**40)]
 Pattern = Annotated[str, Doc("Which files of a folder are read.")]
 InputPaths = Annotated[Any, Doc("A file, folder, glob or URL, or a list of them.")]
 TextField = Annotated[str, Doc("The field of a record that holds its text.")]
-FileFormat = Annotated[
-    Format | None,
-    Doc(
-        "How all files hold documents. null: name and content of each file decide; "
-        "text reads any valid UTF-8 as text."
-    ),
-]
 StorePath = Annotated[str | None, Doc("The folder or URL of a token store.")]
 Tokenizer = Annotated[
     str,
@@ -64,6 +55,32 @@ def tokenizer_mistakes(name: str, sha256: str | None) -> Mistakes:
     hint = f"; did you mean {matches[0]}?" if matches else ""
     rule = f"must be one of {', '.join(known_names)}, or a rank file's path{hint}"
     return [("tokenizer", name, rule)]
+
+
+class FormatName(StrEnum):
+    """The formats that the key `format` can set for all files.
+
+    `text`: the file is one document. `lines`: a record of JSON in each line. `json`: an
+    array of records, or records that follow each other. `csv`: a table of text with the
+    names of its columns in the first line, also with tabs or semicolons. `parquet` and
+    `arrow`: a table.
+    """
+
+    text = "text"
+    lines = "lines"
+    json = "json"
+    csv = "csv"
+    parquet = "parquet"
+    arrow = "arrow"
+
+
+FileFormat = Annotated[
+    FormatName | None,
+    Doc(
+        "How all files hold documents. null: name and content of each file decide; "
+        "text reads any valid UTF-8 as text."
+    ),
+]
 
 
 class Source(StrEnum):

@@ -6,9 +6,9 @@ import numpy as np
 
 from data.batches import Excerpt
 from data.encoding import decode
-from data.text.files import SPLITS, Split
+from data.splits import SPLITS, Split
+from data.token_store.layout import SKIPPED
 from data.token_store.store import Store
-from data.token_store.writer import SKIPPED
 
 _BAR_LENGTH = 40  # in characters
 

@@ -44,6 +44,7 @@ class InspectConfig:
 def main(config: InspectConfig) -> int:
     """Print what a store holds, or which documents make up a batch."""
     from data.batches import Order
+    from data.catalog import text_store
     from data.describe import (
         describe_batch,
         describe_lengths,
@@ -51,7 +52,7 @@ def main(config: InspectConfig) -> int:
         describe_store,
     )
     from data.sources import open_sources
-    from data.text.files import SPLITS
+    from data.splits import SPLITS
     from data.token_store.store import open_store
 
     seed = config.seed
@@ -77,7 +78,7 @@ def main(config: InspectConfig) -> int:
         run = read_run(run_dir(Config(run=config.run)), config.step)
         data = run.data
         seed = run.seed
-    order = Order(open_sources(data, to_evaluate=False), data, seed)
+    order = Order(open_sources(data, text_store, to_evaluate=False), data, seed)
     number = order.batch_number(config.step)
     if number > config.step:
         print(f"batch {number}, as data.skip_batches leaves out {number - config.step}")

@@ -11,11 +11,12 @@ log = logging.getLogger(__name__)
 
 def main(config: PrepareConfig) -> int:
     """Build the store unless it exists, and print its counts."""
+    from data.catalog import FORMATS
     from data.describe import describe_store
     from data.token_store.build import prepare_store
 
     try:
-        store = prepare_store(config)
+        store = prepare_store(config, FORMATS)
     except KeyboardInterrupt:
         log.info("stopped; the same command continues")
         return STOPPED

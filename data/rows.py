@@ -21,7 +21,7 @@ from data.beginning import beginning_token
 from data.config import DataConfig, Packing
 from data.errors import DataError
 from data.packed_rows import Packed, open_plan
-from data.text.files import Split
+from data.splits import Split
 from data.token_store.reader import TokenArray
 from data.token_store.store import Store
 

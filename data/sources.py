@@ -11,12 +11,15 @@ import tiktoken
 from data.beginning import beginning_token
 from data.config import DataConfig, Source
 from data.errors import DataError, MissingPackageError
+from data.splits import Split
 from data.storage import is_remote
-from data.text.files import Split
-from data.token_store.cached import cached_store, data_cache_folder
-from data.token_store.store import Store, open_store
-from data.token_store.writer import MANIFEST
+from data.token_store.layout import MANIFEST
+from data.token_store.store import Store, data_cache_folder, open_store
 from data.tokenizer import load_tokenizer
+
+# Opens the store of a config that reads text, and encodes the text on first use. The
+# second argument is called for each encoded piece of text, to report progress.
+TextStore = Callable[[DataConfig, Callable[[], object]], Store]
 
 
 @dataclass(frozen=True)
@@ -100,20 +103,21 @@ class Sources:
 
 def open_sources(
     config: DataConfig,
+    text_store: TextStore,
     beat: Callable[[], object] = lambda: None,
     to_evaluate: bool = True,
 ) -> Sources:
-    """Open the stores that a config names; text is encoded into a store on first use.
+    """Open the stores that a config names; `text_store` opens the store of text.
 
     `beat` is called for each encoded piece of text, to report progress. `to_evaluate`
     says that validation text is required. Raises DataError if text or a store is
     missing or damaged, tokenizers differ, or required validation text is missing.
     """
     if config.source is Source.python:
-        stores = {config.name: cached_store(config, beat)}
+        stores = {config.name: text_store(config, beat)}
     elif config.source is Source.text:
         with _errors_prefixed("data.path", config.path or ""):
-            stores = {config.name: cached_store(config, beat)}
+            stores = {config.name: text_store(config, beat)}
     else:
         stores = {name: _open_named(config, name) for name in _store_names(config)}
     if len({s.manifest["tokenizer_fingerprint"] for s in stores.values()}) > 1:
@@ -141,14 +145,16 @@ def open_sets(
     sources: Sources,
     config: DataConfig,
     paths: Mapping[str, str],
+    text_store: TextStore,
     beat: Callable[[], object] = lambda: None,
     table: str = "eval.sets",
 ) -> Sources:
     """Return the sources with named validation sets added.
 
     Each path is a token store or, if the config reads text, a text file or a folder of
-    text files. `beat` is as in `open_sources`. `table` is the config key of `paths`.
-    Raises DataError if a set is missing, damaged, too short or has another tokenizer.
+    text files. `text_store` and `beat` are as in `open_sources`. `table` is the config
+    key of `paths`. Raises DataError if a set is missing, damaged, too short or has
+    another tokenizer.
     """
     sets = {}
     manifest = next(iter(sources.stores.values())).manifest
@@ -158,7 +164,7 @@ def open_sets(
             if config.source in (Source.python, Source.text) and not is_store:
                 overrides = {"name": name, "path": path, "validation": 0.0}
                 text_config = replace(config, source=Source.text, **overrides)
-                store = cached_store(text_config, beat)
+                store = text_store(text_config, beat)
             else:
                 store = open_store(path)
         if store.manifest["tokenizer_fingerprint"] != manifest["tokenizer_fingerprint"]:

@@ -15,6 +15,7 @@ from annotated_types import Ge, Le
 from typing_extensions import Doc
 
 from data.bpe import NUM_BYTES, hold_out, texts_of, train
+from data.catalog import FORMATS
 from data.config import (
     ByteCount,
     FileFormat,
@@ -99,7 +100,7 @@ def main(config: TrainTokenizerConfig) -> int:
     _log.info("learning %d tokens from %s", config.vocab_size, ", ".join(inputs))
     held_out_pieces: list[str] = []
     read_settings = ReadSettings(config.text_field, format=config.format)
-    texts = texts_of(inputs, config.max_bytes, read_settings, config.pattern)
+    texts = texts_of(inputs, config.max_bytes, read_settings, FORMATS, config.pattern)
     content = train(hold_out(texts, held_out_pieces), config.vocab_size)
     try:
         with created_atomically(output) as partial:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from data.catalog import text_store
 from data.sources import Sources, open_sources
 from model.choices import Attention, ComputeDtype
 from model.config import ModelConfig
@@ -53,7 +54,7 @@ def load_run(
     train = replace(config.train, accumulation_steps=1)
     config = replace(config, runtime=runtime, data=data, train=train)
     set_up(config.runtime)
-    sources = open_sources(config.data)
+    sources = open_sources(config.data, text_store)
     path = run_folder(directory or "")
     check_data(path, sources)
     num_tokens = sources.encoding.n_vocab

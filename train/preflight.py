@@ -16,6 +16,7 @@ import jax
 from etils import epath
 
 from data.batches import Order
+from data.catalog import text_store
 from data.encoding import padded_vocab_size
 from data.errors import DataError
 from data.sources import Sources, encoding_of, open_sets, open_sources
@@ -112,8 +113,8 @@ class Prepared:
         phase_programs(self.program, make)
         data = self.config.data
         paths = self.config.eval.paths
-        sources = open_sources(data, self._beat)
-        self.sources = open_sets(sources, data, paths, self._beat)
+        sources = open_sources(data, text_store, self._beat)
+        self.sources = open_sets(sources, data, paths, text_store, self._beat)
         task_fingerprints = {}
         if self._make_tasks is not None:
             self.tasks = self._make_tasks(self.program, self.sources.encoding)

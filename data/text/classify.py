@@ -11,12 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 from data.errors import DataError
 from data.storage import is_remote
-from data.text.files import File, Format
-from data.text.kinds import SUPPORTED, Refusal, recognize
+from data.text.files import File, Format, Refusal
+from data.text.kinds import formats_in_words, recognize
+from data.text.plain_text import TEXT
 from data.text.records import ReadSettings
 
 _NUM_REQUESTS = 16  # of remote files, at the same time
@@ -43,6 +44,7 @@ class Classified(NamedTuple):
 def classify(
     files: Sequence[File],
     settings: ReadSettings,
+    formats: Sequence[Format],
     skip_refused: bool = False,
     beat: Callable[[], object] = lambda: None,
 ) -> Classified:
@@ -53,7 +55,7 @@ def classify(
     file cannot be read and `skip_refused` is false.
     """
     by_input = defaultdict[str, list[File | Refusal]](list)
-    for result in _recognize_all(files, settings):
+    for result in _recognize_all(files, settings, formats):
         beat()
         file = result.file if isinstance(result, Refusal) else result
         by_input[file.input].append(result)
@@ -63,9 +65,9 @@ def classify(
         known = [result for result in results if isinstance(result, File)]
         known = _without_companions(name, known)
         if refusals and (not skip_refused or not known):
-            raise _refusal_error(name, refusals, skip_refused)
+            raise _refusal_error(name, refusals, formats, skip_refused)
         _check_one_kind(name, known)
-        counts = Counter(file.format for file in known)
+        counts = Counter(file.format.name for file in known)
         listed = ", ".join(f"{count} as {format}" for format, count in counts.items())
         _log.info("%s: files are read: %s", name, listed)
         classified.files.extend(known)
@@ -74,16 +76,16 @@ def classify(
 
 
 def _recognize_all(
-    files: Sequence[File], settings: ReadSettings
+    files: Sequence[File], settings: ReadSettings, formats: Sequence[Format]
 ) -> Iterator[File | Refusal]:
     num_threads = _NUM_REQUESTS if any(is_remote(file.path) for file in files) else 1
     with ThreadPoolExecutor(num_threads) as pool:
-        yield from pool.map(lambda file: recognize(file, settings), files)
+        yield from pool.map(lambda file: recognize(file, settings, formats), files)
 
 
 def _without_companions(input_name: str, files: list[File]) -> list[File]:
     """Return the files without those that only describe the records among them."""
-    if all(file.format is Format.text for file in files):
+    if all(file.format == TEXT for file in files):
         return files
     kept = [file for file in files if not _is_companion(file)]
     if not kept or len(kept) == len(files):
@@ -96,14 +98,14 @@ def _without_companions(input_name: str, files: list[File]) -> list[File]:
 
 def _is_companion(file: File) -> bool:
     name = PurePosixPath(file.name.lower()).name
-    if file.format is not Format.text:
+    if file.format != TEXT:
         return name in ("_metadata", "_common_metadata")
     return file.size == 0 or _COMPANION.fullmatch(name) is not None
 
 
 def _check_one_kind(input_name: str, files: Sequence[File]) -> None:
     """Raise DataError if an input holds texts and records."""
-    is_text = {file.format is Format.text for file in files}
+    is_text = {file.format == TEXT for file in files}
     if len(is_text) < 2:
         return
     by_group = defaultdict[tuple[str, str], list[File]](list)
@@ -111,7 +113,7 @@ def _check_one_kind(input_name: str, files: Sequence[File]) -> None:
         suffixes = PurePosixPath(file.name).suffixes[-2:]
         if len(suffixes) == 2 and file.compression != suffixes[1].lower():
             suffixes = suffixes[1:]
-        by_group[_kind(file), "".join(suffixes)].append(file)
+        by_group[file.format.kind, "".join(suffixes)].append(file)
     kinds_of = defaultdict[str, set[str]](set)
     for kind, suffix in by_group:
         kinds_of[suffix].add(kind)
@@ -126,7 +128,7 @@ def _check_one_kind(input_name: str, files: Sequence[File]) -> None:
         else:
             line += ": move them to a folder of their own"
         lines.append(line)
-    counts = Counter(_kind(file) for file in files)
+    counts = Counter(file.format.kind for file in files)
     listed = " and ".join(f"{count} of {kind}" for kind, count in counts.items())
     raise DataError(
         f"{input_name}: holds files of more than one kind ({listed}). Choose one "
@@ -137,20 +139,11 @@ def _check_one_kind(input_name: str, files: Sequence[File]) -> None:
     )
 
 
-def _kind(file: File) -> str:
-    match file.format:
-        case Format.text:
-            return "text"
-        case Format.lines | Format.json:
-            return "JSON records"
-        case Format.csv | Format.parquet | Format.arrow:
-            return f"{file.format} tables"
-        case _:
-            assert_never(file.format)
-
-
 def _refusal_error(
-    input_name: str, refusals: Sequence[Refusal], skip_refused: bool
+    input_name: str,
+    refusals: Sequence[Refusal],
+    formats: Sequence[Format],
+    skip_refused: bool,
 ) -> DataError:
     first = refusals[0]
     message = f"{first.file.path}: is {first.kind}, which is not read. {first.remedy}. "
@@ -158,7 +151,7 @@ def _refusal_error(
         counts = Counter(refusal.kind for refusal in refusals)
         listed = ", ".join(f"{count} of {kind}" for kind, count in counts.most_common())
         message += f"{input_name} holds {len(refusals)} such files ({listed}). "
-    message += f"{SUPPORTED}. "
+    message += f"{formats_in_words(formats)}. "
     if skip_refused:
         return DataError(message + "on_error=skip leaves no file of this input")
     return DataError(

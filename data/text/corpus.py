@@ -11,18 +11,18 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.config import DataConfig, Source
 from data.errors import DataError
+from data.splits import Split
 from data.text.classify import classify
 from data.text.documents import read_documents
 from data.text.files import (
     File,
     Format,
-    Split,
     Unit,
     cut_file,
     hash_fraction,
@@ -30,6 +30,7 @@ from data.text.files import (
     unreadable_error,
 )
 from data.text.find import find_files
+from data.text.plain_text import TEXT
 from data.text.records import BadRecord, ReadSettings, Record
 from data.text.streams import align_to_character, text_size
 
@@ -55,7 +56,7 @@ class Corpus:
 
         Raises DataError if a split of a single text would be empty.
         """
-        if any(file.format is not Format.text for file in self.files):
+        if any(file.format != TEXT for file in self.files):
             return [unit for file in self.files for unit in units_of(file)]
         if len(self.files) == 1:
             return self._units_of_single_text()
@@ -75,11 +76,12 @@ class Corpus:
     def classified(
         self,
         settings: ReadSettings,
+        formats: Sequence[Format],
         skip_refused: bool,
         beat: Callable[[], object] = lambda: None,
     ) -> "Corpus":
         """Return the corpus with the formats of its files, as `classify` finds them."""
-        files, refused = classify(self.files, settings, skip_refused, beat)
+        files, refused = classify(self.files, settings, formats, skip_refused, beat)
         return replace(self, files=tuple(files), left_out=tuple(refused))
 
     def without_bad_files(self, beat: Callable[[], object]) -> "Corpus":
@@ -92,7 +94,7 @@ class Corpus:
         bad_files = []
         for file in self.files:
             records: Iterable[Record | BadRecord] = ()
-            if file.format is Format.text:
+            if file.format == TEXT:
                 records = read_documents(Unit(file), ReadSettings(), lambda _: beat())
             is_bad = any(isinstance(record, BadRecord) for record in records)
             (bad_files if is_bad else good_files).append(file)
@@ -167,5 +169,6 @@ def _library_files(root: Path) -> list[File]:
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
             stat = path.stat()
             name = path.relative_to(root).as_posix()
-            files.append(File(str(path), name, stat.st_size, str(stat.st_mtime)))
+            version = str(stat.st_mtime)
+            files.append(File(str(path), name, stat.st_size, version, TEXT))
     return sorted(files, key=lambda file: file.name)

@@ -3,8 +3,9 @@
 import csv
 from collections.abc import Iterator
 
+from data.config import FormatName
 from data.text import records
-from data.text.files import Unit
+from data.text.files import Format, Unit
 from data.text.records import BadRecord, ReadSettings, Records, make_document
 from data.text.streams import Stream
 
@@ -98,3 +99,12 @@ class _Lines(Iterator[str]):
 def _decoded(line: bytes) -> str:
     # An invalid byte becomes half a surrogate pair, of which `read_csv` makes the byte.
     return line.decode("utf-8", "surrogateescape")
+
+
+CSV = Format(
+    name=FormatName.csv,
+    kind="csv tables",
+    read=read_csv,
+    description="csv and tsv",
+    suffixes=(".csv", ".tsv"),
+)

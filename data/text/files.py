@@ -1,4 +1,4 @@
-"""Input files, and the units into which they are cut.
+"""Input files, their formats, and the units into which they are cut.
 
 Content and name of a file decide its format (kinds.py). Text and lines of JSON that are
 not compressed are cut into units of 4 MiB that are read independently. The cuts depend
@@ -6,49 +6,57 @@ on the file alone, not on the number of processes.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Literal, assert_never
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
 
 from data.errors import DataError, MissingPackageError
+from data.splits import Split
 
-Split = Literal["train", "validation"]
-SPLITS: tuple[Split, ...] = ("train", "validation")
+if TYPE_CHECKING:
+    from data.text.records import ReadSettings, Records
+    from data.text.streams import Stream
 
 UNIT_BYTES = 2**22
+COMPRESSIONS = (".gz", ".zst")
 
 
-class Format(StrEnum):
-    """How a file holds documents.
+@dataclass(frozen=True)
+class Format:
+    """How a file holds documents, how its format is recognized, and who reads it.
 
-    `text`: the file is one document. `lines`: a record of JSON in each line. `json`: an
-    array of records, or records that follow each other. `csv`: a table of text with the
-    names of its columns in the first line, also with tabs or semicolons. `parquet` and
-    `arrow`: a table.
-    """
+    Formats are sent to other processes, so compare them by `==` and not by `is`.
 
-    text = "text"
-    lines = "lines"
-    json = "json"
-    csv = "csv"
-    parquet = "parquet"
-    arrow = "arrow"
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether an uncompressed file is cut into units that are read independently.
-
+    name: the word for it in logs, hashes and the key `format`. It must not change.
+    kind: the word for such files in messages, such as "JSON records".
+    read: yields the documents of a unit, given the opened file.
+    description: says in messages that such files are read, such as "csv and tsv".
+    suffixes: the suffixes in lower case that promise the format.
+    is_cut: whether an uncompressed file is cut into units that are read independently.
         The reader of such a format finds the first document that begins in its unit,
         and reads the last one to its end in the next unit. Any other reader must get
         the whole file, or it would read all documents again for each unit.
-        """
-        match self:
-            case Format.text | Format.lines:
-                return True
-            case Format.json | Format.csv | Format.parquet | Format.arrow:
-                return False
-            case _:
-                assert_never(self)
+    begins: returns whether the first bytes of a file are those of the format. Only
+        binary formats, which are never compressed, have such bytes.
+    recognize: looks at the beginning of a text that has a suffix of the format or of
+        no format, and returns the text's format or its refusal, or None if the text is
+        something else. It also gets the field of a record that holds the text.
+    """
+
+    name: str
+    kind: str
+    read: "Callable[[Unit, Stream, ReadSettings], Records]"
+    description: str = ""
+    suffixes: tuple[str, ...] = ()
+    is_cut: bool = False
+    begins: Callable[[bytes], bool] | None = None
+    recognize: "Callable[[File, Stream, str], Format | Refusal | None] | None" = None
+
+    def is_named(self, name: str) -> bool:
+        """Return whether a file's name promises the format, compressed or not."""
+        ends = [suffix + c for suffix in self.suffixes for c in ("", *COMPRESSIONS)]
+        return name.lower().endswith(tuple(ends))
 
 
 @dataclass(frozen=True)
@@ -59,10 +67,24 @@ class File:
     name: str  # relative to its input; the document ids begin with it
     size: int
     version: str
+    format: Format  # TEXT, until the file is recognized
     input: str = ""  # the file, folder or pattern through which the file was found
-    format: Format = Format.text
-    compression: str | None = None  # ".gz" or ".zst"
+    compression: str | None = None  # one of COMPRESSIONS
     window_bytes: int = 0  # memory that decompressing needs, if it is known
+
+    @property
+    def inner_suffix(self) -> str:
+        """The suffix of the file's name before the suffix of its compression."""
+        name = self.name.lower().removesuffix(self.compression or "")
+        return PurePosixPath(name).suffix
+
+
+class Refusal(NamedTuple):
+    """A file that cannot be read: what it is, and the remedy."""
+
+    file: File
+    kind: str
+    remedy: str
 
 
 @dataclass(frozen=True)

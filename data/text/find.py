@@ -14,6 +14,7 @@ import fsspec
 from data.errors import DataError
 from data.storage import EXTRAS, StorageError, is_remote, wait_for_answer
 from data.text.files import File, missing_package_error
+from data.text.plain_text import TEXT
 from data.text.saved_datasets import data_paths
 
 
@@ -148,4 +149,5 @@ def _file_of(filesystem: Any, info: dict[str, Any], name: str) -> File:
     keys = ("mtime", "ETag", "etag", "md5Hash", "LastModified", "updated", "created")
     version = next((str(info[key]) for key in keys if info.get(key)), "")
     path = filesystem.unstrip_protocol(info["name"])
-    return File(path.removeprefix("file://"), name, int(info["size"] or 0), version)
+    size = int(info["size"] or 0)
+    return File(path.removeprefix("file://"), name, size, version, TEXT)

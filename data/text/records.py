@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from data.text.files import File, Format
+from data.config import FormatName
+from data.text.files import File
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,12 @@ class ReadSettings:
     # refusing the text.
     keep_invalid_utf8: bool = False
     max_record_bytes: int = 2**26
-    format: Format | None = None  # None: name and content of each file decide
+    format: FormatName | None = None  # None: name and content of each file decide
 
     @property
     def keeps_all_bytes(self) -> bool:
         """Whether zero bytes, the sign of binary data, are kept in texts."""
-        return self.keep_invalid_utf8 or self.format is Format.text
+        return self.keep_invalid_utf8 or self.format is FormatName.text
 
 
 class Record(NamedTuple):

@@ -222,13 +222,10 @@ class Stream:
         return count - remaining
 
     def peek(self, count: int) -> bytes:
-        """Return the bytes that `take` would return, without consuming them.
-
-        Callers must not peek at fewer bytes than are left of an earlier peek: the rest
-        of them would be lost.
-        """
-        self._lookahead = self.take(count)
-        return self._lookahead
+        """Return the bytes that `take` would return, without consuming them."""
+        if count > len(self._lookahead):
+            self._lookahead += self.file.read(count - len(self._lookahead))
+        return self._lookahead[:count]
 
     def take(self, count: int) -> bytes:
         """Read `count` bytes, or all that are left."""

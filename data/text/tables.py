@@ -1,15 +1,31 @@
 """Read rows of parquet and arrow files, one record batch at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from data.config import FormatName
 from data.text.files import File, Format, Unit, missing_package_error
 from data.text.records import BadRecord, ReadSettings, Records, make_document
 from data.text.streams import Stream
 
+# Returns the names of the columns and the batches of an opened file, given the names
+# of the columns that are read.
+_Open = Callable[[Any, list[str]], tuple[list[str], Iterator[Any]]]
 
-def read_table(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
-    """Yield the documents of a parquet file, or of an arrow file or stream."""
+
+def read_parquet(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
+    """Yield the documents of a parquet file."""
+    return _read_table(unit, stream, settings, _open_parquet)
+
+
+def read_arrow(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
+    """Yield the documents of an arrow file or stream."""
+    return _read_table(unit, stream, settings, _open_arrow)
+
+
+def _read_table(
+    unit: Unit, stream: Stream, settings: ReadSettings, open_table: _Open
+) -> Records:
     try:
         import pyarrow as pa
     except ImportError as error:
@@ -17,10 +33,7 @@ def read_table(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
     columns = [name for name in (settings.text_field, settings.id_field) if name]
     row = 0
     try:
-        if unit.file.format is Format.parquet:
-            names, batches = _open_parquet(stream.file, columns)
-        else:
-            names, batches = _open_arrow(stream.file)
+        names, batches = open_table(stream.file, columns)
         if missing := [name for name in columns if name not in names]:
             yield BadRecord(unit.file, "row 0", f"no column {missing[0]!r}")
             return
@@ -42,7 +55,7 @@ def _open_parquet(file: Any, columns: list[str]) -> tuple[list[str], Iterator[An
     return table.schema_arrow.names, batches
 
 
-def _open_arrow(file: Any) -> tuple[list[str], Iterator[Any]]:
+def _open_arrow(file: Any, columns: list[str]) -> tuple[list[str], Iterator[Any]]:
     import pyarrow as pa
 
     if file.peek(6)[:6] != b"ARROW1":
@@ -83,3 +96,31 @@ def _column(batch: Any, name: str) -> Any:
         column = column.view(pa.large_binary())
     column.validate(full=True)
     return column
+
+
+def _begins_parquet(head: bytes) -> bool:
+    return head.startswith(b"PAR1\x15")  # the first field of a header or of the footer
+
+
+def _begins_arrow(head: bytes) -> bool:
+    # A stream of arrow begins with -1 and the length of its schema, in 32 bits each.
+    is_stream = head.startswith(b"\xff\xff\xff\xff") and head[7:8] == b"\0"
+    return is_stream or head.startswith(b"ARROW1\0\0")
+
+
+PARQUET = Format(
+    name=FormatName.parquet,
+    kind="parquet tables",
+    read=read_parquet,
+    description=".parquet",
+    suffixes=(".parquet",),
+    begins=_begins_parquet,
+)
+ARROW = Format(
+    name=FormatName.arrow,
+    kind="arrow tables",
+    read=read_arrow,
+    description=".arrow",
+    suffixes=(".arrow",),
+    begins=_begins_arrow,
+)

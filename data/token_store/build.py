@@ -11,26 +11,28 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import tiktoken
 
-from data.config import DataConfig, OnError
+from data.config import DataConfig, FormatName, OnError
 from data.encoding import fingerprint
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.machine import available_memory, cache_folder, usable_cores
 from data.prepare_config import PrepareConfig
+from data.splits import SPLITS
 from data.storage import check_regular, local_path
 from data.text.corpus import Corpus
-from data.text.files import SPLITS, Format
+from data.text.files import Format
 from data.text.find import find_files
-from data.text.kinds import format_of_name
+from data.text.plain_text import TEXT
 from data.text.records import ReadSettings
 from data.text.streams import USUAL_WINDOW_BYTES
 from data.token_store.encode import encode_tasks, encoded_part_path, make_tasks
+from data.token_store.layout import MANIFEST, SCHEMA
 from data.token_store.parts import (
     EncodingSettings,
     StoreSegment,
@@ -39,17 +41,20 @@ from data.token_store.parts import (
 )
 from data.token_store.progress import Meter
 from data.token_store.store import Store, open_store
-from data.token_store.writer import MANIFEST, SCHEMA, write_store
+from data.token_store.writer import write_store
 from data.tokenizer import dump_ranks, load_tokenizer
 from data.tokenizer_folder import digest_of
 
 _WORKER_BYTES = 2**29  # memory of a worker, without the window of a zstd file
+# Stores record a hash of their input that leaves out these formats if a file's name
+# implies them. Newer formats are part of the hash.
+_IMPLIED_BY_NAME = (FormatName.lines, FormatName.parquet, FormatName.arrow)
 _UNFINISHED = "unfinished"  # a key in a store that is being written
 
 _log = logging.getLogger(__name__)
 
 
-def prepare_store(config: PrepareConfig) -> Store:
+def prepare_store(config: PrepareConfig, formats: Sequence[Format]) -> Store:
     """Open the store that a config names; build it first if it does not exist.
 
     Encoded parts stay in a work folder until the store is complete, so repeating the
@@ -72,7 +77,7 @@ def prepare_store(config: PrepareConfig) -> Store:
     settings = encoding_settings(config, read_settings)
     files = tuple(find_files(config.inputs, config.pattern))
     corpus = Corpus(" ".join(config.inputs), files, config.validation)
-    corpus = corpus.classified(read_settings, settings.skip_bad)
+    corpus = corpus.classified(read_settings, formats, settings.skip_bad)
     if corpus.left_out:
         paths = ", ".join(file.path for file in corpus.left_out[:5])
         message = "on_error=skip left out %d files that cannot be read: %s"
@@ -167,19 +172,20 @@ def input_hash(corpus: Corpus, settings: EncodingSettings) -> str:
     """Return a hash of the settings, and of every file's name, size and format.
 
     Stores record the hash, so it must not change. It leaves out a format that is not
-    set, and the formats of files whose content or name implies them.
+    set, the format of a text, and formats that a file's name implies.
     """
     values = asdict(settings)
     if settings.reading.format is None:
         del values["reading"]["format"]
     files = []
     for file in corpus.files:
-        is_implied = file.format is Format.text or (
-            file.format in (Format.lines, Format.parquet, Format.arrow)
-            and file.format is format_of_name(file.name)
+        is_implied = file.format == TEXT or (
+            file.format.name in _IMPLIED_BY_NAME
+            and file.format.is_named(file.name)
             and ".jsonlines" not in file.name.lower()
         )
-        files.append((file.name, file.size, *([] if is_implied else [file.format])))
+        entry = (file.name, file.size)
+        files.append(entry if is_implied else (*entry, file.format.name))
     text = json.dumps([SCHEMA, values, files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -7,19 +7,19 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data.config import DataConfig, Source
 from data.encoding import fingerprint
 from data.key_value_store import KeyValueStore
-from data.machine import cache_folder
-from data.storage import created_atomically, local_path, remove_tree
+from data.storage import created_atomically, remove_tree
 from data.text.corpus import find_corpus
+from data.text.files import Format
 from data.text.records import ReadSettings
 from data.token_store.build import build_store, encoding_settings, make_folder
-from data.token_store.store import Store, open_store
-from data.token_store.writer import MANIFEST, SCHEMA, SKIPPED
+from data.token_store.layout import MANIFEST, SCHEMA, SKIPPED
+from data.token_store.store import Store, data_cache_folder, open_store
 from data.tokenizer import load_tokenizer
 
 _ABANDONED_AFTER_S = 24 * 3600
@@ -28,7 +28,9 @@ _log = logging.getLogger(__name__)
 
 
 def cached_store(
-    config: DataConfig, beat: Callable[[], object] = lambda: None
+    config: DataConfig,
+    formats: Sequence[Format],
+    beat: Callable[[], object] = lambda: None,
 ) -> Store:
     """Open the store of a config, and build it first if it does not exist.
 
@@ -60,7 +62,7 @@ def cached_store(
         start_s = time.monotonic()
         _remove_abandoned(path)
         if config.source is Source.text:
-            corpus = corpus.classified(read_settings, settings.skip_bad, beat)
+            corpus = corpus.classified(read_settings, formats, settings.skip_bad, beat)
             if settings.skip_bad:
                 corpus = corpus.without_bad_files(beat)
         with created_atomically(path) as partial:
@@ -89,13 +91,6 @@ def _warn_of_skipped(store: Store) -> None:
     if count := store.manifest["skipped_records"]:
         message = "data.on_error=skip left out %d bad records: %s/%s"
         _log.warning(message, count, store.path, SKIPPED)
-
-
-def data_cache_folder(config: DataConfig) -> Path:
-    """Return the folder of stores that are built on first use, and of packing plans."""
-    if config.cache_dir:
-        return local_path(config.cache_dir)
-    return cache_folder() / "stores"
 
 
 def _remove_abandoned(path: Path) -> None:

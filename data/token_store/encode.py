@@ -24,7 +24,8 @@ import tiktoken
 from data.errors import DataError
 from data.storage import created_atomically
 from data.text.documents import read_documents
-from data.text.files import Format, Unit
+from data.text.files import Unit
+from data.text.plain_text import TEXT
 from data.text.records import BadRecord, Record
 from data.text.streams import line_number
 from data.token_store.parts import EncodingSettings, SegmentBuilder
@@ -70,7 +71,10 @@ def encoded_part_path(folder: Path, task: Task, settings: EncodingSettings) -> P
     is false, `build_store` raises DataError for a part with skipped records.
     """
     settings = replace(settings, skip_bad=False)
-    identity = [FORMAT, asdict(settings), [asdict(unit) for unit in task.units]]
+    units = [asdict(unit) for unit in task.units]
+    for values, unit in zip(units, task.units, strict=True):
+        values["file"]["format"] = unit.file.format.name
+    identity = [FORMAT, asdict(settings), units]
     text = json.dumps(identity, sort_keys=True)
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.part"
 
@@ -165,7 +169,7 @@ class _Encoder:
 
     def _add(self, unit: Unit, segment: SegmentBuilder, file: BinaryIO) -> None:
         """Add a unit's records to a segment, which is written whenever it is full."""
-        is_text = unit.file.format is Format.text
+        is_text = unit.file.format == TEXT
         is_first = not is_text or unit.start == unit.low
         # The reader may read more or fewer bytes than the unit has, because the last
         # record may end in the next unit. The final call reports the difference.
@@ -227,7 +231,7 @@ def _bad_record_error(bad: BadRecord) -> DataError:
     hint += "(format=text); in training, these keys have the prefix data."
     if unit == "byte":
         location = f"line {line_number(bad.file, int(number))} ({location})"
-    if bad.file.format is Format.text:
+    if bad.file.format == TEXT:
         hint = ""
     return DataError(
         f"{bad.file.path}, {location}: {bad.reason}. Repair it, leave it out with "

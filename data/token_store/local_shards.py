@@ -1,7 +1,7 @@
 """Read an array's shards on a local disk at random, without TensorStore.
 
 A stretch is a range of values within one chunk. TensorStore takes about 30 us to read a
-stretch of any length. Values are stored uncompressed (token_store/writer.py), so this
+stretch of any length. Values are stored uncompressed (token_store/layout.py), so this
 module reads a stretch with one `pread`. The first read of a chunk reads all of it and
 checks its checksum; later reads of that chunk read only the requested stretch.
 
@@ -22,7 +22,7 @@ import google_crc32c
 import numpy as np
 
 from data.storage import check_regular
-from data.token_store.writer import CHUNK_LENGTH, SHARD_LENGTH
+from data.token_store.layout import CHUNK_LENGTH, SHARD_LENGTH
 
 _MAX_OPEN = 256  # open shards of all arrays; many systems allow only 1,024 open files
 _CHECKSUM_BYTES = 4

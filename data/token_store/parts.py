@@ -15,7 +15,8 @@ import numpy as np
 import tiktoken
 
 from data.encoding import encode
-from data.text.files import SPLITS, Split, Unit, hash_fraction
+from data.splits import SPLITS, Split
+from data.text.files import Unit, hash_fraction
 from data.text.records import BadRecord, ReadSettings, Record
 
 

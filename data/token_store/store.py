@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from data.config import PUBLISHED
+from data.config import PUBLISHED, DataConfig
 from data.encoding import BYTES, decode_bytes, fingerprint
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
+from data.machine import cache_folder
 from data.names import checked_name
-from data.text.files import SPLITS, Split
-from data.token_store.reader import TokenArray
-from data.token_store.writer import (
+from data.splits import SPLITS, Split
+from data.storage import local_path
+from data.token_store.layout import (
     ARRAYS,
     MANIFEST,
     MANIFEST_DIGEST,
@@ -29,6 +30,7 @@ from data.token_store.writer import (
     SCHEMA,
     checksum_file,
 )
+from data.token_store.reader import TokenArray
 from data.tokenizer import load_tokenizer, parse_ranks
 
 
@@ -114,6 +116,13 @@ class Store:
                 if content.hexdigest() != digest:
                     array_name = f"{self.path}/{split}/{name}"
                     yield f"{array_name}: its values are not those of the manifest"
+
+
+def data_cache_folder(config: DataConfig) -> Path:
+    """Return the folder of stores that are built on first use, and of packing plans."""
+    if config.cache_dir:
+        return local_path(config.cache_dir)
+    return cache_folder() / "stores"
 
 
 def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> Store:

@@ -1,20 +1,7 @@
-"""Write encoded segments as a token store.
+"""Write encoded segments as a token store, whose files layout.py describes.
 
-    <store>/<split>/tokens      uint16 or uint32, one flat array
-    <store>/<split>/offsets     int64, the start of each document, then the end
-    <store>/<split>/index       int64, the number of document starts before each chunk
-    <store>/<split>/ids         uint8, the documents' ids in UTF-8, concatenated
-    <store>/<split>/id_offsets  int64, the start of each id, then the end
-    <store>/<split>/<array>.crc32c  uint32, the checksum of each chunk of an array
-    <store>/tokenizer.tiktoken  the rank file, if the tokenizer has one
-    <store>/skipped.jsonl       skipped records: file, place, reason
-    <store>/manifest.json       written last: a folder without one is no store
-
-The arrays are sharded zarr v3, and each chunk ends with its CRC-32C. The manifest holds
-the SHA-256 of every array's values and of every small file, such as the .crc32c files.
-A shard that belongs to another store is therefore noticed when one of its chunks is
-read. The manifest's own SHA-256 is in manifest.json.sha256. Writing the same segments
-again gives the same bytes. Writing takes the memory of a few shards.
+Writing the same segments again gives the same bytes. Writing takes the memory of a few
+shards.
 """
 
 import collections
@@ -23,23 +10,24 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import tensorstore as ts
 
 from data.key_value_store import KeyValueStore
-from data.text.files import SPLITS, Split
+from data.splits import SPLITS, Split
+from data.token_store.layout import (
+    ARRAYS,
+    CHUNK_LENGTH,
+    MANIFEST,
+    MANIFEST_DIGEST,
+    RANKS,
+    SCHEMA,
+    SHARD_LENGTH,
+    SKIPPED,
+    checksum_file,
+    chunk_checksums,
+)
 from data.token_store.parts import SegmentSplit, StoreSegment
-
-SCHEMA = 2
-MANIFEST = "manifest.json"
-RANKS = "tokenizer.tiktoken"  # the rank file, if the tokenizer has one
-MANIFEST_DIGEST = "manifest.json.sha256"
-SKIPPED = "skipped.jsonl"
-# A chunk is the smallest unit that is checked; a shard is one file. Both in values.
-CHUNK_LENGTH = 2**14
-SHARD_LENGTH = 2**25
-ARRAYS = ("tokens", "offsets", "index", "ids", "id_offsets")
 
 
 def write_store(
@@ -101,20 +89,6 @@ def write_store(
     text = (json.dumps(manifest, indent=2) + "\n").encode()
     storage.write(MANIFEST_DIGEST, hashlib.sha256(text).hexdigest().encode())
     storage.write(MANIFEST, text)
-
-
-def checksum_file(split: str, array: str) -> str:
-    """Return the name of the file that holds the checksums of an array's chunks."""
-    return f"{split}/{array}.crc32c"
-
-
-def chunk_checksums(values: np.ndarray) -> np.ndarray:
-    """Return the CRC-32C of each chunk; the values begin at the start of a chunk."""
-    size = CHUNK_LENGTH * values.itemsize
-    starts = range(0, len(values), CHUNK_LENGTH)
-    chunks = (values[start : start + CHUNK_LENGTH].tobytes() for start in starts)
-    checksums = [google_crc32c.value(chunk.ljust(size, b"\0")) for chunk in chunks]
-    return np.array(checksums, "<u4")
 
 
 class _SplitWriter:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import data.token_store.layout
 import data.token_store.local_shards
 import data.token_store.reader
 import data.token_store.writer
@@ -28,7 +29,12 @@ def folder(tmp_path: Path) -> Path:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make chunks of 64 values and shards of 256, so that tiny stores have many."""
     stores = data.token_store
-    for module in (stores.writer, stores.reader, stores.local_shards):
+    for module in (
+        stores.layout,
+        stores.writer,
+        stores.reader,
+        stores.local_shards,
+    ):
         monkeypatch.setattr(module, "CHUNK_LENGTH", 64)
         monkeypatch.setattr(module, "SHARD_LENGTH", 256)
 

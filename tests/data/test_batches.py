@@ -20,11 +20,11 @@ from data.batches import (
     spread_rows,
     validation_batches,
 )
-from data.config import DataConfig, Packing, Source
+from data.catalog import text_store
+from data.config import DataConfig, FormatName, Packing, Source
 from data.errors import DataError
 from data.rows import make_batch
 from data.sources import Sources, open_sets, open_sources
-from data.text.files import Format
 from data.token_store.store import Store
 from tests.fleet import REPOSITORY
 
@@ -65,7 +65,7 @@ def numbers(tmp_path: Path) -> tuple[DataConfig, np.ndarray]:
     config = DataConfig(
         source=Source.text,
         path=str(tmp_path / "numbers"),
-        format=Format.text,  # the file holds zero bytes
+        format=FormatName.text,  # the file holds zero bytes
         sequence_length=16,
         batch_size=8,
         cache_dir=str(tmp_path / "cache"),
@@ -74,7 +74,7 @@ def numbers(tmp_path: Path) -> tuple[DataConfig, np.ndarray]:
 
 
 def test_a_batch_does_not_depend_on_where_reading_began(config):
-    store = open_sources(config)
+    store = open_sources(config, text_store)
     (late,) = take(Order(store, config, 3).batches(10**12), 1)
     assert_equal(late, Order(store, config, 3).read(10**12))
     batches = take(Order(store, config, seed=3).batches(), 40)
@@ -87,7 +87,7 @@ def test_a_batch_does_not_depend_on_where_reading_began(config):
 
 
 def test_two_processes_together_read_all_validation_batches(config):
-    store = open_sources(config)
+    store = open_sources(config, text_store)
     half = config.batch_size // 2
     global_batches = validation_batches(store, config)
     first = validation_batches(store, config, rows=slice(half))
@@ -97,14 +97,14 @@ def test_two_processes_together_read_all_validation_batches(config):
 
 
 def test_a_batch_may_be_read_in_several_slices(config):
-    order = Order(open_sources(config), config, 5)
+    order = Order(open_sources(config, text_store), config, 5)
     batch = order.read(2, [slice(6, 8), slice(0, 2)])
     assert_equal(batch, Batch(*(field[[6, 7, 0, 1]] for field in order.read(2))))
 
 
 def test_each_epoch_has_every_row_once_in_a_new_order(numbers):
     config, flat = numbers
-    store = open_sources(config)
+    store = open_sources(config, text_store)
     (rows,) = Order(store, config, 0).rows.values()
     count = len(rows)
     assert count == 112
@@ -138,7 +138,7 @@ def test_the_order_of_rows_matches_grain(count, seed):
 def test_batches_straddle_epochs_without_loss(numbers):
     config, _ = numbers
     config = dataclasses.replace(config, batch_size=9)  # 9 does not divide 112
-    store = open_sources(config)
+    store = open_sources(config, text_store)
     # The 25 batches are two epochs and one row.
     batch = join(take(Order(store, config, 0).batches(), 25))
     counts = np.unique(batch.inputs[:224], axis=0, return_counts=True)[1]
@@ -164,7 +164,7 @@ def test_steps_take_the_batches_that_are_not_skipped(config, skip):
         for number in range(first, last + 1)
     }
     expected = [number for number in range(100) if number not in skipped_numbers][:30]
-    store = open_sources(config)
+    store = open_sources(config, text_store)
     full_order = Order(store, config, 3)
     config = dataclasses.replace(config, skip_batches=skip)
     assert not config.mistakes()
@@ -206,7 +206,7 @@ def test_rows_respect_documents():
 @pytest.mark.parametrize("rows", [1, 8])
 def test_validation_reads_the_text_once(config, rows):
     config = dataclasses.replace(config, batch_size=rows)
-    store = open_sources(config)
+    store = open_sources(config, text_store)
     tokens = only_store(store).split("validation")
     flat = tokens.read(0, len(tokens)).astype(np.int32)
     config = dataclasses.replace(config, document_mask=False)
@@ -249,7 +249,9 @@ def test_some_batches_represent_the_whole_set(tmp_path, period, packing, num_bat
         batch_size=4,
         cache_dir=f"{tmp_path}/c",
     )
-    sources = open_sets(open_sources(config), config, {"set": str(folder)})
+    sources = open_sets(
+        open_sources(config, text_store), config, {"set": str(folder)}, text_store
+    )
     sources = sources.validation_sets(by_source=False)["set"]
     sample = join(list(validation_batches(sources, config, num_batches)))
     full_set = join(list(validation_batches(sources, config)))
@@ -292,7 +294,10 @@ def test_a_set_without_validation_text_is_scored_to_its_end(tmp_path, size, pack
         cache_dir=f"{tmp_path}/c",
     )
     sources = open_sets(
-        open_sources(config), config, {"note": f"{tmp_path}/note.txt"}
+        open_sources(config, text_store),
+        config,
+        {"note": f"{tmp_path}/note.txt"},
+        text_store,
     ).validation_sets(by_source=False)["note"]
     assert sources.held_out == "train"
     (batch,) = validation_batches(sources, config)
@@ -303,16 +308,19 @@ def test_too_little_text_is_refused_with_the_remedy(config):
     for changes in ({"sequence_length": 4096}, {"batch_size": 10**6}):
         changed_config = dataclasses.replace(config, **changes)
         with pytest.raises(DataError, match="shorter sequences, a smaller batch"):
-            Order(open_sources(changed_config), changed_config, seed=0).batches()
+            Order(
+                open_sources(changed_config, text_store), changed_config, seed=0
+            ).batches()
 
 
 def test_an_abandoned_iterator_lets_the_process_end_and_uses_no_jax(config):
     script = (
         "import pickle, sys; from data.sources import open_sources\n"
+        "from data.catalog import text_store\n"
         "import data.tokenizer, data.token_store.store\n"
         "from data.batches import Order\n"
         "config = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
-        "kept = Order(open_sources(config), config, 0).batches()\n"
+        "kept = Order(open_sources(config, text_store), config, 0).batches()\n"
         "next(kept); print('done')\n" + NO_BACKEND
     )
     result = subprocess.run(
@@ -327,7 +335,7 @@ def test_an_abandoned_iterator_lets_the_process_end_and_uses_no_jax(config):
 
 def test_a_closed_iterator_leaves_no_thread(config):
     previous_threads = set(threading.enumerate())
-    batches = Order(open_sources(config), config, seed=0).batches()
+    batches = Order(open_sources(config, text_store), config, seed=0).batches()
     next(batches)
     new_threads = set(threading.enumerate()) - previous_threads
     assert new_threads
@@ -338,7 +346,7 @@ def test_a_closed_iterator_leaves_no_thread(config):
 
 
 def test_reading_ahead_stops_at_prefetch(config, monkeypatch):
-    store = open_sources(config)
+    store = open_sources(config, text_store)
     reads = []
     tokens = only_store(store).split("train")
     gather = tokens.gather

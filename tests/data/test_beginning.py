@@ -10,6 +10,7 @@ import pytest
 from data.batch import Batch
 from data.batches import Order, validation_batches
 from data.beginning import Beginning, beginning_of, beginning_token
+from data.catalog import FORMATS, text_store
 from data.config import DataConfig, MixtureSource, Packing, Source
 from data.encoding import FolderEncoding, encode, fingerprint
 from data.errors import DataError
@@ -128,7 +129,9 @@ def prepare(folder: Path, tokenizer: str, texts=TEXTS) -> DataConfig:
     (folder / "in.jsonl").write_text("\n".join(lines))
     input_path = str(folder / "in.jsonl")
     output = str(folder / "store")
-    prepare_store(PrepareConfig(input_path, output, validation=0, tokenizer=tokenizer))
+    prepare_store(
+        PrepareConfig(input_path, output, validation=0, tokenizer=tokenizer), FORMATS
+    )
     return DataConfig(
         source=Source.tokens,
         path=output,
@@ -151,7 +154,7 @@ def test_each_document_of_a_store_begins_with_the_token(
     }[tokenizer]
     config = prepare(tmp_path / "data", name)
     config = dataclasses.replace(config, packing=packing)
-    sources = open_sources(config, to_evaluate=False)
+    sources = open_sources(config, text_store, to_evaluate=False)
     documents = sorted(documents_of([*validation_batches(sources, config)], begin))
     assert documents == sorted([*text.encode(), end] for text in TEXTS)
 
@@ -186,7 +189,7 @@ def test_documents_without_end_of_text_follow_the_same_rule(tmp_path):
     )
     for packing in Packing:
         config = dataclasses.replace(config, packing=packing)
-        sources = open_sources(config)
+        sources = open_sources(config, text_store)
         assert not sources.has_many_documents
         (rows,) = Order(sources, config, 0).rows.values()
         batch = rows.read(np.arange(len(rows)))
@@ -210,6 +213,8 @@ def test_all_stores_of_a_mixture_use_one_beginning_token(tmp_path):
         sources = {name: MixtureSource(paths[name], 1.0) for name in names}
         changes = {"source": Source.mixture, "path": None, "sources": sources}
         config = dataclasses.replace(bos_config, **changes)
-        batch = Order(open_sources(config, to_evaluate=False), config, 0).read(0)
+        batch = Order(
+            open_sources(config, text_store, to_evaluate=False), config, 0
+        ).read(0)
         assert batch.inputs[batch.positions == 0].tolist().count(256) > 1
         assert not (batch.inputs == 257).any()

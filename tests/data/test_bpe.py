@@ -13,6 +13,7 @@ import pytest
 import tiktoken
 
 from data import bpe
+from data.catalog import FORMATS
 from data.encoding import encode
 from data.errors import DataError
 from data.text import files, streams
@@ -105,7 +106,7 @@ def test_held_out_texts_are_not_trained_on():
 
 def texts_of(path: Path, max_bytes: int) -> list[str]:
     settings = ReadSettings(keep_invalid_utf8=True)
-    return list(bpe.texts_of([str(path)], max_bytes, settings))
+    return list(bpe.texts_of([str(path)], max_bytes, settings, FORMATS))
 
 
 def test_a_sample_is_spread_over_the_whole_input(tmp_path, monkeypatch):
@@ -130,14 +131,14 @@ def test_several_inputs_are_read(tmp_path):
     (tmp_path / "a.txt").write_text("a.txt")
     (tmp_path / "b.txt").write_text("b.txt")
     inputs = [f"{tmp_path}/a.txt", f"{tmp_path}/c", f"{tmp_path}/b*"]
-    texts = bpe.texts_of(inputs, 1000, ReadSettings())
+    texts = bpe.texts_of(inputs, 1000, ReadSettings(), FORMATS)
     assert sorted(texts) == ["a.txt", "b.txt", "c/d.jsonl"]
 
 
 def test_a_file_without_text_is_refused(tmp_path):
     (tmp_path / "train.bin").write_bytes(bytes(range(100)))
     with pytest.raises(DataError, match="perhaps token ids"):
-        list(bpe.texts_of([str(tmp_path)], 1000, ReadSettings()))
+        list(bpe.texts_of([str(tmp_path)], 1000, ReadSettings(), FORMATS))
 
 
 def test_records_are_texts_and_bad_ones_are_left_out(tmp_path):

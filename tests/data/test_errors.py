@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from data import bpe
+from data.catalog import FORMATS, text_store
 from data.config import DataConfig, Source
 from data.errors import MissingPackageError
 from data.prepare_config import PrepareConfig
@@ -32,16 +33,16 @@ def test_each_way_to_read_a_file_names_the_package(
     name: str, tmp_path: Path, config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / name).write_bytes(b"\x28\xb5\x2f\xfd\0\0")
-    store = open_sources(config)
+    store = open_sources(config, text_store)
     monkeypatch.setitem(sys.modules, FILES[name], None)
     path = str(tmp_path / name)
     prepare = PrepareConfig(path, f"{tmp_path}/store", workers=1)
     text = dataclasses.replace(config, source=Source.text, path=path)
     readers = [
-        lambda: prepare_store(prepare),
-        lambda: open_sources(text),
-        lambda: open_sets(store, config, {"other": path}),
-        lambda: list(bpe.texts_of([path], 1000, ReadSettings())),
+        lambda: prepare_store(prepare, FORMATS),
+        lambda: open_sources(text, text_store),
+        lambda: open_sets(store, config, {"other": path}, text_store),
+        lambda: list(bpe.texts_of([path], 1000, ReadSettings(), FORMATS)),
     ]
     for read in readers:
         with pytest.raises(MissingPackageError) as error:

@@ -3,6 +3,7 @@
 import dataclasses
 
 from data.batches import Order
+from data.catalog import FORMATS, text_store
 from data.describe import describe_batch
 from data.inspect import InspectConfig, inspect_mistakes, main
 from data.prepare_config import PrepareConfig
@@ -17,7 +18,7 @@ def test_the_batch_of_a_step_is_the_one_trained_on(
 ):
     """Its number is shown with its rows if batches are skipped before it."""
     monkeypatch.chdir(tmp_path)
-    order = Order(open_sources(config), config, 3)
+    order = Order(open_sources(config, text_store), config, 3)
     for skip_batches, number in (([], 7), ([2, 3, 5, 5, 20, 30], 10)):
         data = dataclasses.replace(config, skip_batches=skip_batches)
         folder = tmp_path / "runs/base"
@@ -38,6 +39,6 @@ def test_a_store_without_validation_text_is_shown_too(folder, tmp_path, capsys):
     prepare_config = PrepareConfig(
         input_path, output, validation=0, keep_invalid_utf8=True
     )
-    prepare_store(prepare_config)
+    prepare_store(prepare_config, FORMATS)
     assert main(InspectConfig(output, step=0, sequence_length=16, batch_size=2)) == 0
     assert "document" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from data.batch import Batch
 from data.batches import Order
+from data.catalog import text_store
 from data.config import BatchChange, DataConfig, LengthChange
 from data.phases import Phase, batch_number, phase_at, phases_of, tokens_before
 from data.sources import open_sources
@@ -59,7 +60,7 @@ def test_tokens_are_those_of_the_batches_that_were_not_skipped(changes, skips, s
 
 def read(config: DataConfig, steps: range) -> Batch:
     """Return all rows of some steps, one after another."""
-    order = Order(open_sources(config), config, 3)
+    order = Order(open_sources(config, text_store), config, 3)
     batches = [order.read(step) for step in steps]
     return Batch(*map(np.concatenate, zip(*batches, strict=True)))
 
@@ -95,7 +96,7 @@ def test_short_rows_are_parts_of_rows_whose_documents_begin_again(config):
 
 def test_excerpts_show_the_text_of_short_rows(config):
     short = replace(config, sequence_schedule=[length_from(0, 4)])
-    order = Order(open_sources(short), short, 3)
+    order = Order(open_sources(short, text_store), short, 3)
     targets = order.read(7).targets
     text = dict[int, str]()
     for excerpt in order.excerpts(7):

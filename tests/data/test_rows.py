@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.batch import Batch, Piece
+from data.catalog import text_store
 from data.config import Packing
 from data.errors import DataError
 from data.packed_rows import Packed, make_plan
@@ -130,7 +131,7 @@ def assert_pieces_describe_row(
 def planned(config):
     """Return a function that opens the training rows, and the file of their plan."""
     config = dataclasses.replace(config, packing=Packing.best_fit)
-    sources = open_sources(config)
+    sources = open_sources(config, text_store)
     (store,) = sources.stores.values()
 
     def rows() -> Rows:

@@ -15,6 +15,7 @@ import data.token_store.reader
 import data.verify
 from data.batch import Batch
 from data.batches import Order, validation_batches
+from data.catalog import FORMATS, text_store
 from data.config import (
     DataConfig,
     MixtureSource,
@@ -67,13 +68,15 @@ def stores(tmp_path_factory) -> Path:
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
         input_path = f"{folder}/{name}.jsonl"
         output = f"{folder}/{name}"
-        prepare_store(PrepareConfig(input_path, output, id_field="id", validation=0.2))
+        prepare_store(
+            PrepareConfig(input_path, output, id_field="id", validation=0.2), FORMATS
+        )
     return folder
 
 
 @pytest.fixture(scope="module")
 def sources(stores) -> Sources:
-    return open_sources(mixture(stores))
+    return open_sources(mixture(stores), text_store)
 
 
 def digest(batch: Batch) -> str:
@@ -185,7 +188,7 @@ def test_damage_stops_the_reading_and_is_named(stores, tmp_path, monkeypatch):
     monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
     file = shutil.copytree(stores / "code", tmp_path / "store") / "train/tokens/c/0"
     config = DataConfig("code", Source.tokens, f"{tmp_path}/store", batch_size=4)
-    order = Order(open_sources(config), config, 0)
+    order = Order(open_sources(config, text_store), config, 0)
     content = bytearray(file.read_bytes())
     content[100] ^= 1
     file.write_bytes(content)
@@ -197,11 +200,13 @@ def test_damage_stops_the_reading_and_is_named(stores, tmp_path, monkeypatch):
 def test_tokenizers_must_agree(stores, tmp_path, write_ranks):
     ranks = write_ranks(tmp_path / "ranks")
     code = f"{stores}/code.jsonl"
-    prepare_store(PrepareConfig(input=code, output=f"{tmp_path}/other", **ranks))
+    prepare_store(
+        PrepareConfig(input=code, output=f"{tmp_path}/other", **ranks), FORMATS
+    )
     config = mixture(stores)
     config.sources["other"] = MixtureSource(f"{tmp_path}/other")
     with pytest.raises(DataError, match="their tokenizers differ"):
-        open_sources(config)
+        open_sources(config, text_store)
     other_config = DataConfig(source=Source.tokens, path=f"{tmp_path}/other")
     assert encoding_of(other_config).n_vocab == 260
 
@@ -209,19 +214,21 @@ def test_tokenizers_must_agree(stores, tmp_path, write_ranks):
 def test_a_store_without_validation_text_is_refused(stores, tmp_path):
     code = f"{stores}/code.jsonl"
     output = f"{tmp_path}/all"
-    prepare_store(PrepareConfig(input=code, output=output, validation=0))
+    prepare_store(PrepareConfig(input=code, output=output, validation=0), FORMATS)
     with pytest.raises(DataError, match=r"0 tokens.*data\.prepare \.\.\. validation="):
-        open_sources(DataConfig(source=Source.tokens, path=f"{tmp_path}/all"))
+        open_sources(
+            DataConfig(source=Source.tokens, path=f"{tmp_path}/all"), text_store
+        )
     short = DataConfig(source=Source.text, path=f"{tmp_path}/a.txt", validation=0.01)
     (tmp_path / "a.txt").write_text("x" * 150)
     with pytest.raises(DataError, match=r"1 tokens.* data\.validation="):
-        open_sources(dataclasses.replace(short, cache_dir=f"{tmp_path}/c"))
+        open_sources(dataclasses.replace(short, cache_dir=f"{tmp_path}/c"), text_store)
 
 
 def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path):
     config = mixture(stores)
-    sources = open_sources(config)
-    all_sources = open_sets(sources, config, {"named": f"{stores}/code"})
+    sources = open_sources(config, text_store)
+    all_sources = open_sets(sources, config, {"named": f"{stores}/code"}, text_store)
     assert {*all_sources.validation_sets(by_source=False)} == {"named"}
     sets = all_sources.validation_sets(by_source=True)
     assert {*sets} == {*WEIGHTS, "named"}
@@ -230,10 +237,15 @@ def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path)
     (tmp_path / "more.txt").write_text("a text of its own")
     more = {"more": f"{tmp_path}/more.txt"}
     with pytest.raises(DataError, match=r"more\.txt"):
-        open_sets(sources, config, more)
+        open_sets(sources, config, more, text_store)
     text = DataConfig(source=Source.text, path=f"{stores}/code.jsonl")
     text = dataclasses.replace(text, cache_dir=f"{tmp_path}/c", sequence_length=8)
-    text_sets = open_sets(open_sources(text), text, more | {"code": f"{stores}/code"})
+    text_sets = open_sets(
+        open_sources(text, text_store),
+        text,
+        more | {"code": f"{stores}/code"},
+        text_store,
+    )
     more_set = text_sets.validation_sets(by_source=True)["more"]
     assert (more_set.held_out, more_set.num_bytes("train")) == ("train", 17)
     (batch,) = validation_batches(more_set, text)
@@ -286,14 +298,16 @@ def test_a_missing_path_is_reported_with_its_key(stores, tmp_path):
     path = f"{tmp_path}/gone"
     text_config = DataConfig(source=Source.text, path=path, cache_dir=f"{tmp_path}/c")
     with pytest.raises(DataError, match=rf"^data\.path = {path}\n    there is no"):
-        open_sources(text_config)
+        open_sources(text_config, text_store)
     with pytest.raises(DataError, match=rf"^data\.path = {path}\n    .*data\.prepare"):
         encoding_of(dataclasses.replace(text_config, source=Source.tokens))
     config = mixture(stores)
     sets = {"own": path}
     for table in ("eval.sets", "sets"):
         with pytest.raises(DataError, match=rf"^{table}\.own\.path = {path}\n"):
-            open_sets(open_sources(config), config, sets, table=table)
+            open_sets(
+                open_sources(config, text_store), config, sets, text_store, table=table
+            )
     config.sources["other"] = MixtureSource(path)
     with pytest.raises(DataError, match=rf"^data\.sources\.other\.path = {path}\n"):
-        open_sources(config)
+        open_sources(config, text_store)

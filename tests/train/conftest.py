@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from data.batches import Order
+from data.catalog import text_store
 from data.sources import Sources, open_sources
 from model.catalog import MODEL_PARTS
 from model.gpt import GPT, params_of
@@ -103,7 +104,7 @@ def store(
     """Return the tokens of `text`."""
     cache = tmp_path_factory.mktemp("store")
     return open_sources(
-        configure([f"data.path={text}", f"data.cache_dir={cache}"]).data
+        configure([f"data.path={text}", f"data.cache_dir={cache}"]).data, text_store
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from etils import epath
 
+from data.catalog import text_store
 from data.sources import open_sources
 from tests.forks import Forks
 from tests.train import doors
@@ -120,7 +121,7 @@ def begin(trunk: Path, tmp_path: Path):
         words = quote_text(words, schema)
         config = training_config(check_command_line(words, "branch", schema))
         path = epath.Path(tmp_path / "run")
-        sources = open_sources(config.data)
+        sources = open_sources(config.data, text_store)
         checkpoint = epath.Path(trunk) / "checkpoints" / str(step)
         begin_branch(path, config, sources, checkpoint, lambda: None)
         return path
@@ -245,12 +246,16 @@ def test_a_branch_reads_its_trunk_once(trunk, tmp_path, fate, lost):
     config = read_config()
     path = epath.Path(tmp_path / "branch")
     step = epath.Path(copy) / "checkpoints/10"
-    begin_branch(path, config, open_sources(config.data), step, lambda: None)
+    begin_branch(
+        path, config, open_sources(config.data, text_store), step, lambda: None
+    )
     if lost:
         LOSSES[lost](path)
     FATES[fate](copy)
     assert read_config() == config
-    begin_branch(path, config, open_sources(config.data), step, lambda: None)
+    begin_branch(
+        path, config, open_sources(config.data, text_store), step, lambda: None
+    )
 
 
 def test_text_that_reads_the_environment_stays_text(trunk, tmp_path, monkeypatch):

@@ -269,6 +269,13 @@ def test_a_step_knows_no_config(files):
     assert not {module for module in reached if module.startswith(configs)}
 
 
+def test_a_reader_of_stores_reaches_no_reader_of_text(files):
+    """The catalog of data hands the encoding of text to whoever opens stores."""
+    text = ("data.text", "data.catalog")
+    reached = reached_from(files, "data.sources", through_catalogs=False)
+    assert not {module for module in reached if module.startswith(text)}
+
+
 def test_a_match_with_a_missing_case_is_an_error():
     """`case _` calls `assert_never`, so that a type checker finds what is missing."""
     for package in ("model", "data", "train", "launch"):

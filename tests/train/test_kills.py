@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from data.batches import Order
+from data.catalog import text_store
 from data.sources import open_sources
 from tests.fleet import TINY, Fleet, of_text, write_text
 from tests.train.conftest import Configure
@@ -134,7 +135,9 @@ def test_rows_of_growing_batches_are_a_prefix_after_kills_on_other_meshes(
         [*words, "data.batch_schedule=[]", "data.sequence_schedule=[]"]
     )
     order = Order(
-        open_sources(constant_config.data), constant_config.data, constant_config.seed
+        open_sources(constant_config.data, text_store),
+        constant_config.data,
+        constant_config.seed,
     )
     batches = [order.read(k).inputs.ravel() for k in range(-(-len(tokens) // 256))]
     np.testing.assert_array_equal(tokens, np.concatenate(batches)[: len(tokens)])

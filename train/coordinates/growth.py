@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from data.catalog import text_store
 from data.encoding import padded_vocab_size
 from data.sources import encoding_of, open_sources
 from train.config import Config
@@ -96,7 +97,7 @@ def _measure_curves(
     A place that only one of the models has is left out.
     """
     optimizer = config.optimizer
-    sources = open_sources(config.data)
+    sources = open_sources(config.data, text_store)
     curves = defaultdict[str, list[tuple[int, float]]](list)
     for size in sizes:
         width = optimizer.base_width or config.model.embed_dim

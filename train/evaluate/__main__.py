@@ -148,6 +148,7 @@ def _score_tasks(config: EvaluateConfig, cluster: "Cluster") -> Evaluation:
 
 def _score_sets(config: EvaluateConfig) -> Evaluation:
     """Score the checkpoint on the validation split and named sets; print the scores."""
+    from data.catalog import text_store
     from data.sources import open_sets
     from train.evaluate.results import score_lines
     from train.evaluate.validation import are_whole, as_metrics, evaluate_all
@@ -162,7 +163,7 @@ def _score_sets(config: EvaluateConfig) -> Evaluation:
         raise ConfigError(mistakes)
     paths = program.config.eval.paths
     paths |= {name: eval_set.path for name, eval_set in config.sets.items()}
-    sources = open_sets(sources, data, paths, table="sets")
+    sources = open_sets(sources, data, paths, text_store, table="sets")
     scores = evaluate_all(program, params, sources, config.num_batches)
     metrics = as_metrics(scores, WHOLE if are_whole(scores) else PART)
     print(f"evaluated   step {step:,}, on {scores[''].num_targets:,} tokens")

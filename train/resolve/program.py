@@ -19,7 +19,6 @@ from model.gpt import abstract_gpt, params_of
 from model.params import param_infos
 from train.config import Config, TrainConfig
 from train.core.layout import StateLayout, batch_shards
-from train.core.optimizer.make import make_optimizer
 from train.core.program import Program, sharded_state
 from train.core.recipe import Recipe
 from train.core.shards import PipelineSchedule
@@ -34,6 +33,7 @@ from train.resolve.mesh_sizes import (
     least_sizes,
     pipeline_of,
 )
+from train.resolve.optimizer import make_optimizer
 from train.resolve.sharding import axis_rules, param_specs
 from train.runtime import compiler_options
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from data.catalog import FORMATS
+from data.config import FormatName
 from data.errors import DataError
 from data.text.classify import classify
-from data.text.files import Format
 from data.text.find import find_files
 from data.text.records import ReadSettings
 from tests.data.text.written_files import encode_table
@@ -28,7 +29,9 @@ def write(folder: Path, files: dict[str, bytes]) -> str:
 
 def names_read(*inputs: str, **settings) -> list[str]:
     files = find_files(inputs, "**/*")
-    return [file.name for file in classify(files, ReadSettings(**settings)).files]
+    return [
+        file.name for file in classify(files, ReadSettings(**settings), FORMATS).files
+    ]
 
 
 RECORDS = [
@@ -57,9 +60,9 @@ def test_texts_and_records_are_an_error_that_counts_them(tmp_path, records, text
     if suffix and suffix not in {Path(name).suffix for name in texts}:
         assert f"pattern='**/*{suffix}'" in message
         pattern = f"**/*{suffix}"
-        files = classify(find_files([folder], pattern), ReadSettings()).files
+        files = classify(find_files([folder], pattern), ReadSettings(), FORMATS).files
         assert {file.name for file in files} == records.keys()
-    assert len(names_read(folder, format=Format.text)) == len(texts) + len(records)
+    assert len(names_read(folder, format=FormatName.text)) == len(texts) + len(records)
 
 
 DESCRIPTIVE_FILES = [
@@ -122,16 +125,16 @@ def test_files_that_cannot_be_read_are_counted_or_left_out(tmp_path):
     for supported in ("UTF-8", "JSON", "csv", ".gz", ".zst", ".parquet", ".arrow"):
         assert supported in message
     all_files = find_files([folder], "**/*")
-    classified = classify(all_files, ReadSettings(), skip_refused=True)
+    classified = classify(all_files, ReadSettings(), FORMATS, skip_refused=True)
     assert [file.name for file in classified.files] == ["a.txt", "b.txt"]
     assert {file.name for file in classified.refused} == files.keys()
     images = [file for file in all_files if file.name in files]
     with pytest.raises(DataError, match="on_error=skip leaves no file"):
-        classify(images, ReadSettings(), skip_refused=True)
+        classify(images, ReadSettings(), FORMATS, skip_refused=True)
 
 
 def test_a_missing_file_is_named(tmp_path):
     files = find_files([write(tmp_path, {"a.txt": b"a", "b.txt": b"b"})], "**/*")
     (tmp_path / "b.txt").unlink()
     with pytest.raises(DataError, match=r"b\.txt: cannot be read"):
-        classify([dataclasses.replace(file) for file in files], ReadSettings())
+        classify([dataclasses.replace(file) for file in files], ReadSettings(), FORMATS)

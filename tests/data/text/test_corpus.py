@@ -6,9 +6,9 @@ import pytest
 
 from data.config import DataConfig, Source
 from data.errors import DataError
+from data.splits import SPLITS, Split
 from data.text.corpus import Corpus, find_corpus, held_out_ids
 from data.text.documents import read_documents
-from data.text.files import SPLITS, Split
 from data.text.find import find_files
 from data.text.records import BadRecord, ReadSettings
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.text.files import Format
+from data.text.delimited import CSV
 from data.text.records import BadRecord, ReadSettings
 from tests.data.text.written_files import (
     compress,
@@ -36,7 +36,7 @@ def test_rows_are_read_back(name, delimiter, rows):
     with tempfile.TemporaryDirectory() as folder:
         content = compress(name, sink.getvalue().encode())
         file = file_of(Path(folder), name, content)
-        assert file.format is Format.csv
+        assert file.format == CSV
         expected = [(key, text.encode(), True) for key, text in rows]
         assert read_file(file) == expected
         unnamed = good(read_file(file, ReadSettings()))

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.config import FormatName
 from data.text.documents import read_documents
-from data.text.files import Format, Unit
+from data.text.files import Unit
 from data.text.records import BadRecord, ReadSettings, Record
 from tests.data.text.written_files import (
     COLUMNS,
@@ -56,7 +57,7 @@ def test_a_text_is_read_back(name, text):
             bad = BadRecord(file, f"byte {error.start}", "not UTF-8")
             assert read_file(file) == [bad, Record(name, b"", True)]
         else:
-            assert read_file(file, ReadSettings(format=Format.text)) == expected
+            assert read_file(file, ReadSettings(format=FormatName.text)) == expected
             if b"\0" not in text:
                 assert read_file(file) == expected
 

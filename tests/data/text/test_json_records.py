@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.text.files import Format
+from data.text.json_formats import JSON
 from data.text.records import BadRecord, ReadSettings
 from tests.data.text.written_files import WITH_IDS, Found, compress, file_of, good
 from tests.data.text.written_files import read_file as read
@@ -17,9 +17,7 @@ from tests.data.text.written_files import read_file as read
 
 def read_json(folder: Path, content: bytes, name: str = "a.json", **limits) -> Found:
     file = file_of(folder, name, compress(name, content))
-    return read(
-        replace(file, format=Format.json), ReadSettings(id_field="id", **limits)
-    )
+    return read(replace(file, format=JSON), ReadSettings(id_field="id", **limits))
 
 
 @settings(max_examples=150, deadline=None)
@@ -86,7 +84,7 @@ def test_text_before_damage_is_read(tmp_path):
     values = [{"id": str(n), "text": f"text {n * 7919}"} for n in range(3000)]
     content = compress("a.json.gz", json.dumps(values).encode())
     file = file_of(tmp_path, "a.json.gz", content[: len(content) // 2])
-    *result, bad = read(replace(file, format=Format.json), WITH_IDS)
+    *result, bad = read(replace(file, format=JSON), WITH_IDS)
     assert isinstance(bad, BadRecord)
     assert "the compressed file ends in the middle" in bad.reason
     assert len(result) > 900

@@ -18,10 +18,14 @@ import pytest
 import zstandard
 
 import data.text.streams
+from data.catalog import FORMATS
+from data.config import FormatName
 from data.errors import DataError
+from data.text import json_formats
 from data.text.documents import read_documents
 from data.text.files import Format, units_of
 from data.text.kinds import Refusal, recognize
+from data.text.plain_text import TEXT
 from data.text.records import BadRecord, ReadSettings
 from tests.data.text.written_files import (
     Found,
@@ -44,7 +48,7 @@ def write_and_read(
 ) -> tuple[Format, Found] | Refusal:
     path.write_bytes(content)
     read_settings = ReadSettings(**settings)
-    file = recognize(named_file(path, len(content)), read_settings)
+    file = recognize(named_file(path, len(content)), read_settings, FORMATS)
     if isinstance(file, Refusal):
         return file
     units = units_of(file)
@@ -134,7 +138,7 @@ PLAIN = {
 def test_other_text_stays_text(tmp_path, name):
     content = PLAIN[name].encode()
     result = write_and_read(tmp_path / name, content)
-    assert result == (Format.text, [(name, content, True)])
+    assert result == (TEXT, [(name, content, True)])
 
 
 @pytest.mark.parametrize("name", ["a.json", "part-0"])
@@ -169,7 +173,7 @@ def test_a_damaged_record_does_not_turn_the_others_into_text(tmp_path, name):
     ):
         result = write_and_read(tmp_path / name, content)
         assert not isinstance(result, Refusal)
-        assert result[0] is Format.lines
+        assert result[0] == json_formats.LINES
         assert len(good(result[1])) >= 8
         assert len(result[1]) == len(good(result[1])) + 1
 
@@ -301,14 +305,18 @@ def test_tables_are_known_by_their_first_bytes(tmp_path, name):
 def test_a_configured_format_overrides_the_content(tmp_path):
     for content in (LINES, ARRAY, b"a\0b", b"%PDF-1.7", b"id,text\n1,a\n"):
         for name in ("a.jsonl", "a.json", "a.csv", "a.txt", "a"):
-            result = write_and_read(tmp_path / name, content, format=Format.text)
-            assert result == (Format.text, [(name, content, True)])
-    result = write_and_read(tmp_path / "a.txt", b"id,text\n1,a\n", format=Format.csv)
+            result = write_and_read(tmp_path / name, content, format=FormatName.text)
+            assert result == (TEXT, [(name, content, True)])
+    result = write_and_read(
+        tmp_path / "a.txt", b"id,text\n1,a\n", format=FormatName.csv
+    )
     assert not isinstance(result, Refusal)
     assert [record.text for record in good(result[1])] == [b"a"]
     sink = io.BytesIO()
     pq.write_table(pa.table({"text": ["a"]}), sink)
-    result = write_and_read(tmp_path / "a.txt", sink.getvalue(), format=Format.parquet)
+    result = write_and_read(
+        tmp_path / "a.txt", sink.getvalue(), format=FormatName.parquet
+    )
     assert not isinstance(result, Refusal)
     assert [record.text for record in good(result[1])] == [b"a"]
 
@@ -319,7 +327,7 @@ def test_windows_of_zstd_up_to_2_gib_are_read(tmp_path, log):
         content = LINES if "json" in name else b"some text"
         path = tmp_path / name
         path.write_bytes(frame_of_zstd(content, 17) + frame_of_zstd(content, log))
-        file = recognize(named_file(path), ReadSettings())
+        file = recognize(named_file(path), ReadSettings(), FORMATS)
         assert not isinstance(file, Refusal)
         assert file.window_bytes == max(2**17, 2**log)
         result = list(read_documents(units_of(file)[0], ReadSettings()))
@@ -333,18 +341,18 @@ def test_a_window_that_needs_too_much_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(data.text.streams, "available_memory", lambda: 2**30)
     for log in (17, 27, 30):
         (tmp_path / "a.zst").write_bytes(frame_of_zstd(b"text", log))
-        recognize(named_file(tmp_path / "a.zst"), ReadSettings())
+        recognize(named_file(tmp_path / "a.zst"), ReadSettings(), FORMATS)
     (tmp_path / "a.zst").write_bytes(frame_of_zstd(b"text", 31))
     message = (
         r"a\.zst: was compressed by zstd with a window of 2\.0 GiB.* only 1\.0 GiB"
     )
     with pytest.raises(DataError, match=message):
-        recognize(named_file(tmp_path / "a.zst"), ReadSettings())
+        recognize(named_file(tmp_path / "a.zst"), ReadSettings(), FORMATS)
 
 
 def test_a_window_beyond_2_gib_is_reported(tmp_path):
     (tmp_path / "a.zst").write_bytes(frame_of_zstd(b"text", 32))
-    file = recognize(named_file(tmp_path / "a.zst"), ReadSettings())
+    file = recognize(named_file(tmp_path / "a.zst"), ReadSettings(), FORMATS)
     assert not isinstance(file, Refusal)
     *_, bad = read_documents(units_of(file)[0], ReadSettings())
     assert isinstance(bad, BadRecord)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from data.catalog import FORMATS
 from data.errors import DataError
 from data.text.classify import classify
 from data.text.documents import read_documents
@@ -43,7 +44,7 @@ def save_splits(folder: Path, *splits: str) -> None:
 
 def texts_in(entry: Path | str, pattern: str = "**/*") -> list[str]:
     settings = ReadSettings()
-    files = classify(find_files([str(entry)], pattern), settings).files
+    files = classify(find_files([str(entry)], pattern), settings, FORMATS).files
     units = [unit for file in files for unit in units_of(file)]
     records = [list(read_documents(unit, settings)) for unit in units]
     return [record.text.decode() for items in records for record in good(items)]

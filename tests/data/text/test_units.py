@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 import data.text.files
 import data.text.streams
 from data.errors import DataError
+from data.splits import SPLITS
 from data.text.corpus import Corpus
 from data.text.documents import read_documents
-from data.text.files import SPLITS, Unit, units_of
+from data.text.files import Unit, units_of
 from data.text.records import BadRecord, ReadSettings
 from tests.data.text.written_files import compress, file_of, good, read_file
 

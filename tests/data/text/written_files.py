@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
+from data.catalog import FORMATS
 from data.text.documents import read_documents
-from data.text.files import File, Format, units_of
-from data.text.kinds import format_of_name
+from data.text.files import File, units_of
+from data.text.plain_text import TEXT
 from data.text.records import BadRecord, ReadSettings, Record
 
 Found = list[Record | BadRecord]
@@ -68,8 +69,8 @@ def file_of(folder: Path, name: str, content: bytes) -> File:
 def named_file(path: Path, size: int = 1) -> File:
     """Return a file whose name gives its format."""
     suffix = path.suffix if path.suffix in (".gz", ".zst") else None
-    format = format_of_name(path.name) or Format.text
-    return File(str(path), path.name, size, "1", "", format, suffix)
+    format = next((f for f in FORMATS if f.is_named(path.name)), TEXT)
+    return File(str(path), path.name, size, "1", format, "", suffix)
 
 
 def read_file(file: File, settings: ReadSettings = WITH_IDS) -> Found:

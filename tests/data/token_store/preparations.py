@@ -16,9 +16,10 @@ import pytest
 
 import data.text.files
 import data.token_store.encode
+from data.catalog import FORMATS
 from data.errors import DataError
 from data.prepare_config import PrepareConfig
-from data.text.files import SPLITS
+from data.splits import SPLITS
 from data.token_store.build import prepare_store
 from data.token_store.store import Store
 
@@ -86,4 +87,4 @@ def documents_of(store: Store) -> dict[str, bytes]:
 
 def refuse(config: PrepareConfig, message: str, **changes: object) -> None:
     with pytest.raises(DataError, match=message):
-        prepare_store(dataclasses.replace(config, **changes))  # type: ignore
+        prepare_store(dataclasses.replace(config, **changes), FORMATS)  # type: ignore

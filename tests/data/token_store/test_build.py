@@ -11,10 +11,11 @@ from pathlib import Path
 
 import data.token_store.build
 import data.token_store.encode
-import data.token_store.writer
+from data.catalog import FORMATS
 from data.config import OnError
-from data.text.files import SPLITS
+from data.splits import SPLITS
 from data.token_store.build import prepare_store
+from data.token_store.layout import MANIFEST
 from data.token_store.parts import split_of
 from tests.data.text.written_files import frame_of_zstd
 from tests.data.token_store import preparations
@@ -32,7 +33,7 @@ small_tasks = preparations.small_tasks
 
 
 def test_a_store_holds_each_record_once(config, records):
-    store = prepare_store(config)
+    store = prepare_store(config, FORMATS)
     documents = documents_of(store)
     texts = [text.encode() for text in some_texts(300)]
     rows = [text.encode() for text in some_texts(100, 1)]
@@ -58,12 +59,14 @@ def test_a_store_holds_each_record_once(config, records):
 
 
 def test_the_store_does_not_depend_on_workers_and_tasks(config, tmp_path, request):
-    prepare_store(config)
+    prepare_store(config, FORMATS)
     expected = content_of(tmp_path / "store")
     request.getfixturevalue("small_tasks")
     for workers in (1, 2, 4):
         output = tmp_path / f"by-{workers}"
-        prepare_store(dataclasses.replace(config, output=str(output), workers=workers))
+        prepare_store(
+            dataclasses.replace(config, output=str(output), workers=workers), FORMATS
+        )
         assert content_of(output) == expected
 
 
@@ -71,7 +74,7 @@ def test_a_store_of_other_settings_is_refused_and_untouched(
     config, records, tmp_path, write_ranks
 ):
     ranks = write_ranks(tmp_path / "ranks")
-    prepare_store(config)
+    prepare_store(config, FORMATS)
     previous_content = content_of(tmp_path / "store")
     message = "store: is a store of other input or settings"
     refuse(config, message, validation=0.2)
@@ -116,7 +119,7 @@ def test_parts_are_not_made_twice(config, records, tmp_path, small_tasks, monkey
         return write(path)
 
     monkeypatch.setattr(data.token_store.encode, "created_atomically", record_path)
-    store = prepare_store(dataclasses.replace(config, on_error=OnError.skip))
+    store = prepare_store(dataclasses.replace(config, on_error=OnError.skip), FORMATS)
     assert store.manifest["skipped_records"] == 1
     assert missing_part in paths
     assert not parts & set(paths)
@@ -128,7 +131,7 @@ def test_skipped_records_are_counted_and_listed(config, records, tmp_path):
     (records / "a.jsonl").write_text("".join(lines))
     (records / "sub/c.jsonl.gz").write_bytes(gzip.compress(b"x" * 99)[:-4])
     refuse(config, r"a\.jsonl, line 4 \(byte \d+\): no JSON.*on_error=skip.*text_field")
-    store = prepare_store(dataclasses.replace(config, on_error=OnError.skip))
+    store = prepare_store(dataclasses.replace(config, on_error=OnError.skip), FORMATS)
     assert store.manifest["skipped_records"] == 4
     skipped = (tmp_path / "store/skipped.jsonl").read_text().splitlines()
     bad_records = [json.loads(line) for line in skipped]
@@ -146,12 +149,14 @@ def test_skipped_records_are_counted_and_listed(config, records, tmp_path):
 def test_other_files_in_a_work_folder_are_kept(config, tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch/mine.part").write_text("not yours")
-    prepare_store(dataclasses.replace(config, work_dir=str(tmp_path / "scratch")))
+    prepare_store(
+        dataclasses.replace(config, work_dir=str(tmp_path / "scratch")), FORMATS
+    )
     assert [p.name for p in (tmp_path / "scratch").iterdir()] == ["mine.part"]
 
 
 def test_an_empty_split_is_refused_unless_validation_is_zero(config, tmp_path):
-    store = prepare_store(dataclasses.replace(config, validation=0.0))
+    store = prepare_store(dataclasses.replace(config, validation=0.0), FORMATS)
     assert store.num_tokens("validation") == 0
     assert store.text("validation") == b""
     assert list(store.verify()) == []
@@ -160,8 +165,8 @@ def test_an_empty_split_is_refused_unless_validation_is_zero(config, tmp_path):
     for fraction, split in ((1e-12, "validation"), (1 - 1e-12, "train")):
         message = f"of 700 documents none falls to {split}"
         refuse(config, message, validation=fraction, output=output)
-    assert data.token_store.writer.MANIFEST not in content_of(output)
-    assert prepare_store(dataclasses.replace(config, output=output))
+    assert MANIFEST not in content_of(output)
+    assert prepare_store(dataclasses.replace(config, output=output), FORMATS)
 
 
 def test_a_full_disk_is_reported(config, monkeypatch):
@@ -182,7 +187,7 @@ def test_the_memory_for_long_windows_limits_the_workers(
     frame = frame_of_zstd(b'{"text": "a"}\n', 30)
     (records / "sub/e.jsonl.zst").write_bytes(frame)
     monkeypatch.setattr(data.token_store.build, "available_memory", lambda: 4 << 30)
-    prepare_store(dataclasses.replace(config, workers=3))
+    prepare_store(dataclasses.replace(config, workers=3), FORMATS)
     assert "e.jsonl.zst: decompressing it needs 1.0 GiB of memory" in caplog.text
     assert "at most 2 workers" in caplog.text
 
@@ -198,7 +203,7 @@ def test_the_command_prepares_a_store(config, tmp_path):
     first = prepare(output, "validation=0.1", "workers=2")
     assert first.returncode == 0, first.stderr
     assert f"python -m train data=tokens data.path={tmp_path}/door" in first.stdout
-    prepare_store(config)
+    prepare_store(config, FORMATS)
     assert content_of(tmp_path / "door") == content_of(tmp_path / "store")
     second = prepare(output, "validation=0.1")
     assert (second.returncode, second.stdout) == (0, first.stdout)

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 import data.token_store.build
-import data.token_store.writer
+from data.catalog import FORMATS
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.prepare_config import PrepareConfig
 from data.token_store.build import prepare_store
+from data.token_store.layout import MANIFEST
 from data.token_store.store import open_store
 from tests.data.token_store import preparations
 from tests.data.token_store.preparations import (
@@ -53,18 +54,21 @@ def test_a_worker_that_dies_is_reported(config, small_tasks, monkeypatch):
     finally:
         stop.set()
         killer.join()
-    assert prepare_store(config).num_tokens("train")
+    assert prepare_store(config, FORMATS).num_tokens("train")
 
 
 SMALL = """
 import pickle, sys
 import data.text.files, data.token_store.build, data.token_store.encode
-import data.token_store.local_shards, data.token_store.reader, data.token_store.writer
+import data.token_store.layout, data.token_store.local_shards
+import data.token_store.reader, data.token_store.writer
+from data.catalog import FORMATS
 data.token_store.encode._TASK_BYTES = data.text.files.UNIT_BYTES = 40_000
 stores = data.token_store
-for module in (stores.writer, stores.reader, stores.local_shards):
+for module in (stores.layout, stores.writer, stores.reader, stores.local_shards):
     module.CHUNK_LENGTH, module.SHARD_LENGTH = 2**12, 2**15
-data.token_store.build.prepare_store(pickle.loads(bytes.fromhex(sys.argv[1])))
+config = pickle.loads(bytes.fromhex(sys.argv[1]))
+data.token_store.build.prepare_store(config, FORMATS)
 """
 
 
@@ -115,7 +119,7 @@ def kill_repeatedly(
             process.wait(source.uniform(0, seconds))
         num_killed += process.poll() is None
         kill(process)
-        if (output / data.token_store.writer.MANIFEST).exists() and num_killed < kills:
+        if (output / MANIFEST).exists() and num_killed < kills:
             shutil.rmtree(output)
     wait_for_success(start_process(arguments))
 
@@ -164,10 +168,12 @@ def test_a_killed_preparation_does_not_block_other_settings(
     with monkeypatch.context() as patch:
         patch.setattr(data.token_store.build, "write_store", die)
         with pytest.raises(KeyboardInterrupt):
-            prepare_store(config)
+            prepare_store(config, FORMATS)
     with pytest.raises(DataError, match=r"manifest\.json: is not there"):
         open_store(tmp_path / "store")
     changed_config = dataclasses.replace(config, validation=0.3)
-    prepare_store(changed_config)
-    prepare_store(dataclasses.replace(changed_config, output=str(tmp_path / "fresh")))
+    prepare_store(changed_config, FORMATS)
+    prepare_store(
+        dataclasses.replace(changed_config, output=str(tmp_path / "fresh")), FORMATS
+    )
     assert content_of(tmp_path / "store") == content_of(tmp_path / "fresh")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import data.token_store.reader
+from data.catalog import FORMATS
 from data.errors import DataError
 from data.token_store.build import prepare_store
 from data.token_store.store import open_store
@@ -21,12 +22,12 @@ config = preparations.config
 
 
 def test_a_store_is_prepared_from_s3_to_s3(bucket, config, records, tmp_path):
-    prepare_store(config)
+    prepare_store(config, FORMATS)
     bucket.put(f"{records}/", "bucket/in", recursive=True)
     remote_config = dataclasses.replace(
         config, input="s3://bucket/in", output="s3://bucket/stores/far"
     )
-    assert prepare_store(remote_config).path == remote_config.output
+    assert prepare_store(remote_config, FORMATS).path == remote_config.output
     local_content = content_of(tmp_path / "store")
     remote_content = {
         name.removeprefix("bucket/stores/far/"): bucket.cat_file(name)
@@ -38,7 +39,7 @@ def test_a_store_is_prepared_from_s3_to_s3(bucket, config, records, tmp_path):
         name for name in local_content if remote_content[name] != local_content[name]
     } == path_dependent
     assert list(open_store(remote_config.output or "").verify()) == []
-    prepare_store(remote_config)
+    prepare_store(remote_config, FORMATS)
     refuse(remote_config, "other input or settings", validation=0.2)
     bucket.pipe_file("bucket/mine/file", b"mine")
     refuse(remote_config, "is no token store", output="s3://bucket/mine")
@@ -75,7 +76,7 @@ class Ranges(http.server.SimpleHTTPRequestHandler):
 
 
 def test_a_store_is_read_over_http(config, tmp_path, monkeypatch):
-    local_store = prepare_store(config)
+    local_store = prepare_store(config, FORMATS)
     Path(local_store.path, "nothing").mkdir()
     monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
     monkeypatch.setattr(data.token_store.reader, "OFFSETS_LIMIT", 0)

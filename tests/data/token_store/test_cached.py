@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from data.catalog import text_store
 from data.config import DataConfig, OnError
 from data.errors import DataError
-from data.token_store.cached import cached_store
 
 PNG = b"\x89PNG\r\n\x1a\n" + random.Random(0).randbytes(3000)
 
@@ -26,20 +26,20 @@ def test_a_file_that_is_not_text_is_an_error_that_names_it(
 ):
     (folder / name).write_bytes(content)
     with pytest.raises(DataError, match=reason):
-        cached_store(config)
+        text_store(config)
 
 
 def test_files_that_are_not_text_can_be_left_out(
     config: DataConfig, folder: Path, caplog: pytest.LogCaptureFixture
 ):
     """Skipped files change nothing in the store, and each start names them."""
-    expected_store = cached_store(config)
+    expected_store = text_store(config)
     (folder / "long.bin").write_bytes(b"text at first " * 2**19 + PNG)
     (folder / "00.png").write_bytes(PNG)
     skip_config = dataclasses.replace(config, on_error=OnError.skip)
     for _ in range(2):
         caplog.clear()
-        store = cached_store(skip_config)
+        store = text_store(skip_config)
         assert (
             f"left out 2 files that cannot be read, {7 * 2**20 + 6016} " in caplog.text
         )
@@ -55,7 +55,7 @@ def test_a_folder_without_any_text_is_refused_even_if_files_are_left_out(
         config, path=f"{tmp_path}/a.png", on_error=OnError.skip
     )
     with pytest.raises(DataError, match="on_error=skip leaves no file"):
-        cached_store(image_config)
+        text_store(image_config)
 
 
 def test_a_bad_record_can_be_left_out(
@@ -65,7 +65,7 @@ def test_a_bad_record_can_be_left_out(
     (tmp_path / "a.jsonl").write_text("".join([*lines, "no JSON\n"]))
     record_config = dataclasses.replace(config, path=f"{tmp_path}/a.jsonl")
     with pytest.raises(DataError, match=r"a\.jsonl, line 41"):
-        cached_store(record_config)
-    store = cached_store(dataclasses.replace(record_config, on_error=OnError.skip))
+        text_store(record_config)
+    store = text_store(dataclasses.replace(record_config, on_error=OnError.skip))
     assert store.manifest["skipped_records"] == 1
     assert "left out 1 bad records" in caplog.text

@@ -12,8 +12,8 @@ import pytest
 
 import data.token_store.local_shards
 import data.token_store.reader
+from data.catalog import text_store
 from data.errors import DataError
-from data.token_store.cached import cached_store
 from data.token_store.local_shards import LocalShards
 from data.token_store.store import Store
 
@@ -22,7 +22,7 @@ from data.token_store.store import Store
 def store(config, small_chunks, monkeypatch) -> Store:
     """Return a store of some 900 tokens in 4 shards of 4 chunks, read from disk."""
     monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
-    return cached_store(config)
+    return text_store(config)
 
 
 def shards_of(store: Store) -> LocalShards:

@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.token_store.layout
 import data.token_store.local_shards
 import data.token_store.reader
 import data.token_store.writer
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
-from data.text.files import SPLITS
+from data.splits import SPLITS
+from data.token_store.layout import ARRAYS
 from data.token_store.parts import SegmentSplit, StoreSegment
 from data.token_store.reader import TokenArray
-from data.token_store.writer import ARRAYS, write_store
+from data.token_store.writer import write_store
 
 lengths = st.lists(
     st.one_of(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40)), max_size=80
@@ -56,6 +58,7 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
     small = {"CHUNK_LENGTH": chunk, "SHARD_LENGTH": 4 * chunk}
     with (
         tempfile.TemporaryDirectory() as folder,
+        mock.patch.multiple(data.token_store.layout, **small),
         mock.patch.multiple(data.token_store.writer, **small),
         mock.patch.multiple(data.token_store.reader, **small),
         mock.patch.multiple(data.token_store.local_shards, **small),

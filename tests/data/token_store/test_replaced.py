@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.catalog import text_store
 from data.config import DataConfig
 from data.errors import DataError
-from data.token_store.cached import cached_store
 from data.token_store.store import Store, open_store
 
 
@@ -20,13 +20,13 @@ def twins(config: DataConfig, tmp_path: Path, small_chunks: None) -> tuple[Path,
     texts = Path(config.path or "")
     for file in texts.iterdir():
         file.write_text(f"{file.name} " * 20)
-    first = cached_store(config).path
+    first = text_store(config).path
     *_, shorter, longer = sorted(texts.iterdir())
     for file in texts.iterdir():
         file.write_text(f"{file.name} ".upper() * 20)
     shorter.write_text(f"{shorter.name} " * 19)
     longer.write_text(f"{longer.name} " * 21)
-    return Path(first), Path(cached_store(config).path)
+    return Path(first), Path(text_store(config).path)
 
 
 def everything(store: Store, local: bool = True) -> bytes:
@@ -59,7 +59,7 @@ def test_a_replaced_shard_is_found_when_it_is_read(
 
 
 def test_a_store_without_the_checksums_of_an_array_is_refused(config: DataConfig):
-    path = Path(cached_store(config).path)
+    path = Path(text_store(config).path)
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["files"]["train/tokens.crc32c"]
     text = json.dumps(manifest).encode()

@@ -11,9 +11,11 @@ import pytest
 
 import data.token_store.build
 import data.token_store.writer
+from data.catalog import text_store
+from data.config import FormatName
 from data.errors import DataError
-from data.text.files import SPLITS, Format
-from data.token_store.cached import cached_store
+from data.splits import SPLITS
+from data.token_store.layout import ARRAYS, MANIFEST
 from data.token_store.store import open_store
 from tests.data.token_store.preparations import documents_of
 
@@ -21,13 +23,13 @@ from tests.data.token_store.preparations import documents_of
 def test_progress_is_reported_while_text_is_encoded(config, monkeypatch):
     monkeypatch.setattr("data.token_store.encode._TASK_BYTES", 1000, raising=True)
     calls = []
-    cached_store(config, lambda: calls.append(1))
+    text_store(config, lambda: calls.append(1))
     assert len(calls) > 2
-    cached_store(config, lambda: pytest.fail("nothing is encoded again"))
+    text_store(config, lambda: pytest.fail("nothing is encoded again"))
 
 
 def test_a_store_holds_every_byte_of_its_text(config, folder):
-    store = cached_store(config)
+    store = text_store(config)
     texts = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     documents = documents_of(store)
     assert {name: text for (_, name), text in documents.items()} == {
@@ -47,29 +49,29 @@ def test_a_store_holds_every_byte_of_its_text(config, folder):
 def test_a_single_file_has_no_end_token_inside(config, tmp_path, text):
     path = tmp_path / "one.txt"
     path.write_bytes(text)
-    single_file = dataclasses.replace(config, path=str(path), format=Format.text)
-    store = cached_store(single_file)
+    single_file = dataclasses.replace(config, path=str(path), format=FormatName.text)
+    store = text_store(single_file)
     assert store.text("train") + store.text("validation") == text
     assert store.num_tokens("train") == store.num_bytes("train") == 75
     assert store.split("train").offsets.tolist() == [0, 75]
 
 
 def test_a_store_is_built_once(config, folder, monkeypatch):
-    store = cached_store(config)
+    store = text_store(config)
     with monkeypatch.context() as patch:
         patch.setattr(data.token_store.build, "write_store", None)
-        assert cached_store(config).path == store.path
+        assert text_store(config).path == store.path
     (folder / "00.txt").write_bytes(b"longer")
-    changed = cached_store(config)
+    changed = text_store(config)
     assert changed.path != store.path
     assert changed.fingerprint != store.fingerprint
 
 
 def test_equal_text_has_an_equal_fingerprint_anywhere(config, folder, tmp_path):
-    store = cached_store(config)
+    store = text_store(config)
     new_folder = tmp_path / "elsewhere"
     folder.rename(new_folder)
-    copy = cached_store(dataclasses.replace(config, path=str(new_folder)))
+    copy = text_store(dataclasses.replace(config, path=str(new_folder)))
     assert copy.path != store.path
     assert copy.fingerprint == store.fingerprint
 
@@ -77,38 +79,38 @@ def test_equal_text_has_an_equal_fingerprint_anywhere(config, folder, tmp_path):
 def test_a_cache_that_cannot_be_written_is_named(config, folder):
     inside_a_file = dataclasses.replace(config, cache_dir=str(folder / "01.txt"))
     with pytest.raises(DataError, match=r"01\.txt: .*data\.cache_dir"):
-        cached_store(inside_a_file)
+        text_store(inside_a_file)
 
 
 def test_an_interrupted_preparation_is_done_again(config, monkeypatch):
     def die(*arguments):
         data.token_store.writer.write_store(*arguments)
-        arguments[0].write(data.token_store.writer.MANIFEST, None)
+        arguments[0].write(MANIFEST, None)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(data.token_store.build, "write_store", die)
         with pytest.raises(KeyboardInterrupt):
-            cached_store(config)
+            text_store(config)
     assert not list(Path(config.cache_dir).iterdir())
-    store = cached_store(config)
+    store = text_store(config)
     fingerprint = store.fingerprint
     Path(store.path, "manifest.json").unlink()
     with pytest.raises(DataError, match=r"manifest\.json: is not there"):
         open_store(store.path)
-    assert cached_store(config).fingerprint == fingerprint
+    assert text_store(config).fingerprint == fingerprint
     assert [str(path) for path in Path(config.cache_dir).iterdir()] == [store.path]
 
 
 def test_old_folders_of_killed_preparations_are_removed(config):
-    store = cached_store(config)
+    store = text_store(config)
     old, young = [Path(f"{store.path}.building-{n}") for n in "ab"]
     for folder in (old, young):
         folder.mkdir()
     day_ago = time.time() - 2 * 24 * 3600
     os.utime(old, (day_ago, day_ago))
     Path(store.path, "manifest.json").unlink()
-    cached_store(config)
+    text_store(config)
     assert young.exists()
     assert not old.exists()
 
@@ -124,10 +126,10 @@ def test_a_slower_process_takes_the_faster_ones_store(config, monkeypatch):
                 "write_store",
                 data.token_store.writer.write_store,
             )
-            first_status.append(Path(cached_store(config).path, "manifest.json").stat())
+            first_status.append(Path(text_store(config).path, "manifest.json").stat())
 
     monkeypatch.setattr(data.token_store.build, "write_store", write_second)
-    store = cached_store(config)
+    store = text_store(config)
     assert Path(store.path, "manifest.json").stat().st_ino == first_status[0].st_ino
     assert len(list(Path(config.cache_dir).iterdir())) == 1
 
@@ -135,16 +137,16 @@ def test_a_slower_process_takes_the_faster_ones_store(config, monkeypatch):
 def test_a_store_names_its_tokenizer(config, tmp_path, write_ranks):
     path = tmp_path / "ranks"
     with_ranks = dataclasses.replace(config, **write_ranks(path))
-    store = cached_store(with_ranks)
+    store = text_store(with_ranks)
     path.unlink()  # the store has a copy
-    assert store.path != cached_store(config).path
-    assert open_store(store.path).text("train") == cached_store(config).text("train")
+    assert store.path != text_store(config).path
+    assert open_store(store.path).text("train") == text_store(config).text("train")
     with pytest.raises(DataError, match="another tokenizer"):
-        open_store(store.path, cached_store(config).encoding)
+        open_store(store.path, text_store(config).encoding)
 
 
 def test_another_schema_is_refused(config):
-    store = cached_store(config)
+    store = text_store(config)
     content = json.dumps({**store.manifest, "schema": 99}).encode()
     Path(store.path, "manifest.json").write_bytes(content)
     with pytest.raises(DataError, match=r"manifest\.json: is damaged"):
@@ -160,7 +162,7 @@ def all_arrays(path: str) -> dict[str, bytes]:
     arrays = {
         f"{split}/{name}": store.split(split).array(name).tobytes()
         for split in SPLITS
-        for name in data.token_store.writer.ARRAYS
+        for name in ARRAYS
     }
     tokens = store.split("train")  # gather reads files in the fastest way
     (arrays["gathered"],) = tokens.gather(np.array([0]), np.array([len(tokens)]))
@@ -172,7 +174,7 @@ def test_any_damage_to_any_file_is_found_and_named(
     config, tmp_path, small_chunks, kept, write_ranks
 ):
     ranks = write_ranks(tmp_path / "ranks")
-    store = cached_store(dataclasses.replace(config, **ranks))
+    store = text_store(dataclasses.replace(config, **ranks))
     intact = all_arrays(store.path)
     source = random.Random(kept)
     files = sorted(path for path in Path(store.path).rglob("*") if path.is_file())

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from data.batches import Order, validation_batches
+from data.catalog import text_store
 from data.sources import open_sources
 from tests.train import doors
 from tests.train.doors import Door, Result, lines, state_of, steps
@@ -224,7 +225,7 @@ def test_training_validation_and_tasks_agree_that_padding_ids_have_no_probabilit
 ):
     """The model's vocabulary is 384 for the 257 ids of bytes."""
     config = read_run(str(straight))
-    sources = open_sources(config.data)
+    sources = open_sources(config.data, text_store)
     program = make_program(config, jax.devices()[:2])
     score_step = jax.jit(
         make_score_step(program.model, program.execution, program.recipe, 257)

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from data.batches import Order
+from data.catalog import FORMATS, text_store
 from data.config import DataConfig, MixtureSource, Source
 from data.prepare_config import PrepareConfig
 from data.sources import open_sources
@@ -61,10 +62,10 @@ def test_a_planned_mesh_is_written_out(folder, door):
 def test_a_source_may_be_used_up_by_the_last_step(folder, door):
     """The loop would read more rows ahead of its steps than the source has."""
     store = folder / "prepared"
-    prepare_store(PrepareConfig(input=f"{folder}/text.txt", output=str(store)))
+    prepare_store(PrepareConfig(input=f"{folder}/text.txt", output=str(store)), FORMATS)
     options = {"name": "mixture", "source": Source.mixture, "sequence_length": 32}
     data = DataConfig(**options, sources={"a": MixtureSource(str(store))}, batch_size=8)
-    (rows,) = Order(open_sources(data), data, 0).rows.values()
+    (rows,) = Order(open_sources(data, text_store), data, 0).rows.values()
     config = (
         *("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2"),
         *("data=mixture", "data.sequence_length=32", "data.batch_size=8"),

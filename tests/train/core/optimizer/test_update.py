@@ -17,10 +17,10 @@ from train.config import (
     Schedule,
     ScheduleConfig,
 )
-from train.core.optimizer.make import make_optimizer
 from train.core.optimizer.schedule import make_schedule
 from train.core.optimizer.update import Optimizer
 from train.optimizers.catalog import OPTIMIZERS
+from train.resolve.optimizer import make_optimizer
 
 INFOS = {
     "matrix": ParamInfo(("embed", "mlp"), Kind.matrix, 1),
