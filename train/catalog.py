@@ -1,11 +1,12 @@
 """The optional parts of a start, as a value. No other module of a start names them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
+from data.config import DataConfig
+from model.config import ModelConfig
 from model.execution import Execution
-from train.config import Config, EvalConfig
-from train.distributed.processes import Cluster
-from train.start_parts import InitialWeights, MakeTasks, StartParts
+from train.config import EvalConfig
+from train.start_parts import ChooseLayout, InitialWeights, MakeTasks, StartParts
 
 
 def _initial_weights() -> InitialWeights:
@@ -20,23 +21,23 @@ def _load_tasks(section: EvalConfig) -> MakeTasks:
     return load_configured_tasks(section)
 
 
-def _choose_layout(
-    config: Config, cluster: Cluster, beat: Callable[[], object]
-) -> Config:
+def _layout_chooser() -> ChooseLayout:
     from train.plan.search.search import with_best_layout
 
-    return with_best_layout(config, cluster, beat)
+    return with_best_layout
 
 
-def _check_kernels(config: Config, execution: Execution) -> Mapping[str, str]:
+def _check_kernels(
+    model: ModelConfig, data: DataConfig, execution: Execution
+) -> Mapping[str, str]:
     from train.prove.kernels import check_kernels
 
-    return check_kernels(config, execution)
+    return check_kernels(model, data, execution)
 
 
 START_PARTS = StartParts(
     initial_weights=_initial_weights,
     load_tasks=_load_tasks,
-    choose_layout=_choose_layout,
+    layout_chooser=_layout_chooser,
     check_kernels=_check_kernels,
 )

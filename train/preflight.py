@@ -81,10 +81,11 @@ class Prepared:
         cluster.agree(self._settle)
         cluster.agree(self._find_devices)
         if self.config.mesh.planned:
-            self.config = parts.choose_layout(self.config, cluster, beat)
+            self.config = parts.layout_chooser()(self.config, cluster, beat)
         cluster.agree(self._build)
 
     def _settle(self) -> Mapping[str, str]:
+        """Settle the config; return the versions of config, code and libraries."""
         self._make_tasks = None
         if self.config.eval.tasks:
             self._make_tasks = self._parts.load_tasks(self.config.eval)
@@ -95,7 +96,12 @@ class Prepared:
         if self.config.mesh.planned:
             self._check_vocab()  # Fail before the search, which takes minutes.
         self.config = settle(self.config, vocab_size)
-        return _program_versions(self.config)
+        # Each process has its own process_id.
+        shared = replace(self.config, distributed=DistributedConfig())
+        text = json.dumps(asdict(shared), sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        program = {"config": digest[:12], "code": code_version()}
+        return program | {"Python": platform.python_version()} | versions()
 
     def _find_devices(self) -> Mapping[str, str]:
         start_s = time.monotonic()
@@ -139,13 +145,3 @@ class Prepared:
         if path is not None and not (folder / "config.yaml").exists():
             weights = self._parts.initial_weights()
             self.cluster.agree(lambda: weights.check_weights(path, self.program))
-
-
-def _program_versions(config: Config) -> dict[str, str]:
-    """Return the hashes of config and code, and the versions of libraries."""
-    # Each process has its own process_id.
-    shared = replace(config, distributed=DistributedConfig())
-    text = json.dumps(asdict(shared), sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    program = {"config": digest[:12], "code": code_version()}
-    return program | {"Python": platform.python_version()} | versions()

@@ -78,7 +78,7 @@ def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> 
         folder = run_folder(settled_run_dir(config))
         watchdog = Watchdog(config.watchdog, folder, cluster.process, cluster.processes)
         with closing(watchdog):
-            value = cluster.broadcast(lambda: document_start_of(folder, config))
+            value = cluster.broadcast(lambda: document_start_of(folder, config.data))
             data = replace(config.data, document_start=value)
             prepared = Prepared(
                 replace(config, data=data), cluster, START_PARTS, watchdog.beat
@@ -89,14 +89,20 @@ def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> 
                 prepared.check_initial_weights(folder)
             if config.runtime.prove_kernels:
                 execution = prepared.program.execution
-                cluster.agree(lambda: START_PARTS.check_kernels(config, execution))
+                cluster.agree(
+                    lambda: START_PARTS.check_kernels(
+                        config.model, config.data, execution
+                    )
+                )
             with open_run(
                 config, sources, cluster, preemption, trunk=trunk, beat=watchdog.beat
             ) as run:
                 finished = run.continuation.finished
                 code = 0 if finished else _start(prepared, run, preemption, watchdog)
         if code == 0 and cluster.is_leader:
-            print_results(read_results(run.path), command, config, run.path)
+            print_results(
+                read_results(run.path), command, run.path, config.schedule, config.run
+            )
         return code
 
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 from etils import epath
 from tiktoken import Encoding
 
+from data.config import DataConfig
+from model.config import ModelConfig
 from model.execution import Execution
 from train.config import Config, EvalConfig
 from train.core.state import TrainState
@@ -53,16 +55,19 @@ class TaskScores(Protocol):
 MakeTasks = Callable[[ConfiguredProgram, Encoding], TaskScores]
 
 
+ChooseLayout = Callable[[Config, Cluster, Callable[[], object]], Config]
+
+
 class StartParts(NamedTuple):
     """Functions that import the optional parts of a start.
 
     initial_weights: returns what begins a run with the weights of `init_from`.
     load_tasks: loads `eval.tasks`; returns what makes them for a program.
-    choose_layout: returns a config with the best mesh, for mesh=planned.
+    layout_chooser: returns what gives a config the best mesh, for mesh=planned.
     check_kernels: compares kernels with plain formulas (runtime.prove_kernels).
     """
 
     initial_weights: Callable[[], InitialWeights]
     load_tasks: Callable[[EvalConfig], MakeTasks]
-    choose_layout: Callable[[Config, Cluster, Callable[[], object]], Config]
-    check_kernels: Callable[[Config, Execution], Mapping[str, str]]
+    layout_chooser: Callable[[], ChooseLayout]
+    check_kernels: Callable[[ModelConfig, DataConfig, Execution], Mapping[str, str]]

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import jax
 import numpy as np
 
+from data.config import DataConfig
 from data.phases import Phase, tokens_before
-from train.config import Config
+from train.config import LogConfig
 from train.console import Progress
 from train.core.feed import Feed
 from train.core.numerics import PREFIX, Culprit, find_culprit, flat_figures
@@ -34,7 +35,8 @@ class LogWindow:
     def __init__(
         self,
         programs: Mapping[Phase, Program],
-        config: Config,
+        log: LogConfig,
+        data: DataConfig,
         *,
         journal: Journal,
         batches: Batches,
@@ -47,7 +49,8 @@ class LogWindow:
         all devices reach at most together, None if unknown.
         """
         self._programs = programs
-        self._config = config
+        self._log = log
+        self._data = data
         self._journal = journal
         self._batches = batches
         self._feed = feed
@@ -71,7 +74,7 @@ class LogWindow:
 
     def should_watch(self, step: int) -> bool:
         """Return whether to take the watched step, which returns layer statistics."""
-        interval = self._config.log.numerics_interval_steps
+        interval = self._log.numerics_interval_steps
         if interval is None:
             return False
         # The cause of a skipped step often shows in the next step.
@@ -165,7 +168,7 @@ class LogWindow:
             values = {
                 "loss_mean": mean_loss,
                 "tokens": tokens,
-                "positions": tokens_before(self._config.data, step),
+                "positions": tokens_before(self._data, step),
                 "memory_bytes": math.nan if memory_bytes is None else memory_bytes,
                 "flops": tokens * self._mean_flops_per_token(step),
                 "tokens_per_second": tokens_per_s,
@@ -246,7 +249,7 @@ class LogWindow:
         self._warned = True
         return (
             f"{fraction:.1%} of the training time is spent waiting for data: use a "
-            f"data.prefetch above {self._config.data.prefetch}, or move the "
+            f"data.prefetch above {self._data.prefetch}, or move the "
             "token store closer to this machine"
         )
 

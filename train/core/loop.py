@@ -143,7 +143,8 @@ class Trainer:
         feed = Feed(batches, likes, self.watch.phase)
         window = LogWindow(
             programs,
-            self.config,
+            self.config.log,
+            self.config.data,
             journal=self.journal,
             batches=self.batches,
             feed=feed,

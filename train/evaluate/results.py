@@ -13,7 +13,7 @@ from data.encoding import decode
 from data.errors import DataError
 from data.sources import Sources
 from model.choices import Position
-from train.config import Config
+from train.config import RunConfig, ScheduleConfig
 from train.console import printable
 from train.evaluate.validation import Score, as_metrics
 from train.resolve.program import ConfiguredProgram
@@ -110,7 +110,11 @@ def _first_tokens(sources: Sources, limit: int) -> list[int]:
 
 
 def print_results(
-    values: dict[str, Any], command: str, config: Config, run_dir: epath.Path
+    values: dict[str, Any],
+    command: str,
+    run_dir: epath.Path,
+    schedule: ScheduleConfig,
+    run: RunConfig,
 ) -> None:
     """Print results, goodput, and a command that continues training.
 
@@ -123,13 +127,12 @@ def print_results(
             f"and the next start of the run scores its last checkpoint again"
         )
     step = values["step"]
-    schedule = config.schedule
     overrides = [f"train.num_steps={2 * step}"]
     # The learning rate of further steps must not be 0.
     if schedule.ends_at_zero:
         key = "schedule.final_fraction"
         # The override changes the default run name, so the command must name the run.
-        name = config.run.name or config.run.dir
+        name = run.name or run.dir
         overrides += [f"{key}=0.1", f"run.allow_change=[{key}]"]
         overrides += [] if name else [f"run.name={run_dir.name}"]
     print(f"\nfinished    {step:,} steps")

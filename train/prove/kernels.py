@@ -18,7 +18,6 @@ from model.choices import Grouped
 from model.config import ModelConfig
 from model.execution import Execution
 from model.parts.experts.grouped import grouped_product
-from train.config import Config
 from train.errors import NOT_PROVED, Exit
 from train.prove.parity import ArrayDifference, Key, relative_error
 
@@ -30,9 +29,11 @@ _EXPERT_ROWS = 1024
 _MAX_EXPERTS = 4
 
 
-def check_kernels(config: Config, execution: Execution) -> Mapping[str, str]:
+def check_kernels(
+    model: ModelConfig, data: DataConfig, execution: Execution
+) -> Mapping[str, str]:
     """Compare the kernels on a local device, or raise Exit with NOT_PROVED."""
-    differences = compare_kernels(config.model, config.data, execution)
+    differences = compare_kernels(model, data, execution)
     if failures := [difference for difference in differences if difference.is_wrong]:
         text = "\n  ".join(["Kernels differ from plain formulas:", *map(str, failures)])
         remedy = "Update jax and the driver, or set model.attention=xla (slower)."

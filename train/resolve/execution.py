@@ -42,29 +42,6 @@ _MOST_UNROLLED = 16  # The largest number of layers that a GPU runs without a lo
 _CUDNN_HEAD_DIM = 128  # The largest head dim of cuDNN's kernel on GPUs before Hopper.
 
 
-def choose_placement(
-    config: Config, rules: AxisRules, mesh: Mesh, axis_steps: tuple[AxisSteps, ...]
-) -> Placement:
-    """Return the placement of arrays, and how devices exchange weights."""
-    train = config.train
-    data = config.data
-    shards = batch_shards(rules, mesh.shape)
-    rows = data.batch_size // (train.accumulation_steps * shards.rows)
-    length = data.sequence_length // shards.sequence
-    pipelined = mesh.shape["pipeline"] > 1
-    placement = Placement(
-        mesh=mesh,
-        rules=rules,
-        platform=mesh.devices.flat[0].platform,
-        axis_steps=axis_steps,
-        # Without microbatches, a layer has a single backward pass in a step.
-        reduce_in_layers=train.accumulation_steps == 1 and not pipelined,
-        exchange_embedding_rows=rows * length < config.model.vocab_rows,
-        microbatch_shape=(rows, length),
-    )
-    return replace(placement, scatters_tables=scatters_tables(placement))
-
-
 def scatters_tables(placement: Placement) -> bool:
     """Return `Placement.scatters_tables` for the placement's mesh and rules."""
     if placement.mesh is None or placement.automatic_axes:
@@ -91,7 +68,7 @@ def choose_execution(
 
 @dataclass(frozen=True)
 class ExecutionChoice:
-    """Chooses the execution of a config on devices of one kind, except its placement.
+    """Chooses the execution of a config on devices of one kind.
 
     rules: the rule tables of the config.
     device: one of the devices.
@@ -161,6 +138,28 @@ class ExecutionChoice:
             layer_unroll=self.layer_unroll(),
             pipeline=pipeline,
         )
+
+    def placement(self, mesh: Mesh, axis_steps: tuple[AxisSteps, ...]) -> Placement:
+        """Return the placement of arrays, and how devices exchange weights."""
+        config = self.config
+        rules = self.rules
+        train = config.train
+        data = config.data
+        shards = batch_shards(rules, mesh.shape)
+        rows = data.batch_size // (train.accumulation_steps * shards.rows)
+        length = data.sequence_length // shards.sequence
+        pipelined = mesh.shape["pipeline"] > 1
+        placement = Placement(
+            mesh=mesh,
+            rules=rules,
+            platform=mesh.devices.flat[0].platform,
+            axis_steps=axis_steps,
+            # Without microbatches, a layer has a single backward pass in a step.
+            reduce_in_layers=train.accumulation_steps == 1 and not pipelined,
+            exchange_embedding_rows=rows * length < config.model.vocab_rows,
+            microbatch_shape=(rows, length),
+        )
+        return replace(placement, scatters_tables=scatters_tables(placement))
 
     def layer_unroll(self) -> int:
         """Return how many layers an iteration of the scan runs. -1 means all layers.

@@ -25,7 +25,7 @@ from train.core.shards import PipelineSchedule
 from train.errors import ConfigError, Mistake, check_all
 from train.hardware.collective_steps import collective_steps
 from train.optimizers.catalog import OPTIMIZERS
-from train.resolve.execution import ExecutionChoice, choose_placement
+from train.resolve.execution import ExecutionChoice
 from train.resolve.mesh import Device, make_mesh
 from train.resolve.mesh_sizes import (
     check_batch,
@@ -61,7 +61,7 @@ class ConfiguredProgram(Program):
             remat=train.remat,
             offload=train.offload,
             layer_unroll=choice.layer_unroll(),
-            placement=choose_placement(config, rules, mesh, axis_steps),
+            placement=choice.placement(mesh, axis_steps),
         )
         recipe = recipe_of(train)
         return replace(self, config=config, execution=execution, recipe=recipe)
@@ -148,7 +148,7 @@ def make_program(
         lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
     )
 
-    placement = choose_placement(config, rules, mesh, collective_steps(mesh))
+    placement = choice.placement(mesh, collective_steps(mesh))
     execution = execution._replace(placement=placement)
     layout = StateLayout(mesh, specs, rules, offload=config.optimizer.offload)
     recipe = recipe_of(train)

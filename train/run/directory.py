@@ -27,11 +27,11 @@ from train.identity import run_dir, run_name
 from train.masking import mask, mask_values
 from train.records import json_compatible
 from train.run.branch import begin_branch, read_origin
+from train.run.catalog import VIEWS
 from train.run.continuation import Continuation, compare_with_run
 from train.run.folder import check_layout, run_folder
 from train.run.jsonl import Appender
 from train.run.lease import Lease, take_lease
-from train.run.live_report import LiveReport
 from train.run.metrics import (
     EventLog,
     newest_metrics,
@@ -40,7 +40,6 @@ from train.run.metrics import (
     tokens_at,
 )
 from train.run.starts import record_start, start_numbers
-from train.run.tracker import Tracker, open_tracker
 from train.run.trackers.writer import TrackedRun
 from train.run.validations import (
     Validations,
@@ -48,6 +47,7 @@ from train.run.validations import (
     updated_validations,
 )
 from train.run.versions import code_version
+from train.run.views import RunTracker
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +73,12 @@ class RunDir:
     lease: Lease | None
     metrics: Appender | None = None
     validations: Validations = field(default_factory=Validations)
-    tracker: Tracker = field(default_factory=Tracker)
+    tracker: RunTracker | None = None
     branch: dict[str, Any] | None = None
 
     def __post_init__(self):
         """Prepare the report that a thread writes during training."""
-        self.report = LiveReport(self.path)
+        self.report = VIEWS.open_report(self.path)
 
     def start_at(self, step: int, sources: Sources) -> None:
         """Record this start, which continues after `step` updates, and open the logs.
@@ -113,17 +113,16 @@ class RunDir:
                     "on; its curves begin here",
                     *(self.path / "metrics.jsonl", step),
                 )
-        self.tracker = open_tracker(
-            self.config.tracker,
-            TrackedRun(
-                self.path,
-                mask(run_name(self.config)),
-                mask_values(asdict(self.config)),
-                step=step,
-                start=self.events.start,
-            ),
-            write=self.write,
-        )
+            self.tracker = VIEWS.open_tracker(
+                self.config.tracker,
+                TrackedRun(
+                    self.path,
+                    mask(run_name(self.config)),
+                    mask_values(asdict(self.config)),
+                    step=step,
+                    start=self.events.start,
+                ),
+            )
 
     def record_rewind(self) -> None:
         """Record that this start has rewound, so that no later start rewinds again."""
@@ -140,7 +139,8 @@ class RunDir:
         if self.metrics is not None:
             self.metrics.append({"step": step, **values})
         self.validations = updated_validations(self.validations, step, values)
-        self.tracker.log(step, values)
+        if self.tracker is not None:
+            self.tracker.log(step, values)
         if self.write:
             self.report.update()
 
@@ -238,7 +238,8 @@ class RunDir:
         """Write the remaining lines and the report."""
         if self.metrics is not None:
             self.metrics.close()
-        self.tracker.finish()
+        if self.tracker is not None:
+            self.tracker.finish()
         self.events.close()
         if self.write:
             self.report.close()

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 from etils import epath
 
+from data.config import DataConfig
 from data.errors import DataError
 from data.names import numbers_in
 from data.sources import Sources
@@ -143,8 +144,8 @@ def first_config(path: epath.Path) -> Config | None:
     return newest_described_config(path, recorded_run_id(path))[0]
 
 
-def document_start_of(path: epath.Path, config: Config) -> bool | None:
-    """Return data.document_start of a start with this config in a run's folder.
+def document_start_of(path: epath.Path, data: DataConfig) -> bool | None:
+    """Return data.document_start of a start with this section in a run's folder.
 
     The command line's value counts, then that of the run, then the default.
 
@@ -153,7 +154,6 @@ def document_start_of(path: epath.Path, config: Config) -> bool | None:
         Exit: the store of the run does not answer.
     """
     check_store(path)
-    data = config.data
     if data.document_start is not None:
         return data.document_start
     try:

@@ -62,11 +62,8 @@ class Tracker:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def open_tracker(config: TrackerConfig, run: TrackedRun, write: bool = True) -> Tracker:
-    """Return a tracker that writes to all trackers that `config` enables.
-
-    `write` is True only on process 0.
-    """
+def open_tracker(config: TrackerConfig, run: TrackedRun) -> Tracker:
+    """Return a tracker that writes to all trackers that `config` enables."""
     writers: list[Writer] = []
     if config.wandb.enabled:
         writers.append(WandbWriter(run, config.wandb))
@@ -74,7 +71,7 @@ def open_tracker(config: TrackerConfig, run: TrackedRun, write: bool = True) -> 
         writers.append(TensorBoardWriter(run))
     if config.mlflow.enabled:
         writers.append(MlflowWriter(run, config.mlflow))
-    return Tracker(run, writers if write else ())
+    return Tracker(run, writers)
 
 
 class _WriterThread:

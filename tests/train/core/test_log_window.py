@@ -11,7 +11,7 @@ import pytest
 import train.core.log_window
 from data.config import DataConfig
 from data.phases import Phase
-from train.config import Config, LogConfig
+from train.config import LogConfig
 from train.core.log_window import LogWindow
 
 METRICS = {
@@ -69,12 +69,14 @@ def progress(notes):
 
 def open_window(programs: Any, run: Any, order: Any, feed: Any) -> LogWindow:
     """Open a window of a run that watches every tenth step of 100 tokens."""
-    config = Config(
-        data=DataConfig(batch_size=4, sequence_length=25, prefetch=2),
-        log=LogConfig(numerics_interval_steps=10),
-    )
     return LogWindow(
-        programs, config, journal=run, batches=order, feed=feed, peak_flops=None
+        programs,
+        LogConfig(numerics_interval_steps=10),
+        DataConfig(batch_size=4, sequence_length=25, prefetch=2),
+        journal=run,
+        batches=order,
+        feed=feed,
+        peak_flops=None,
     )
 
 

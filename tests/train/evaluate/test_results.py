@@ -37,7 +37,8 @@ def shown(monkeypatch, capsys):
     monkeypatch.setattr(train.evaluate.results, "goodput_of", lambda events: "")
 
     def shown(values, command="python -m train", config=None, path="runs/x") -> str:
-        print_results(values, command, config or compose([]), epath.Path(path))
+        config = config or compose([])
+        print_results(values, command, epath.Path(path), config.schedule, config.run)
         return capsys.readouterr().out
 
     return shown

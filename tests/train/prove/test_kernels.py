@@ -58,7 +58,7 @@ def test_right_kernels_agree_in_bfloat16(case):
     # a result and two gradients.
     assert len(differences) == 2 * 5 + 2 * 3
     assert all(difference.error > 0 for difference in differences)
-    assert check_kernels(case.config, case.execution) == {}
+    assert check_kernels(case.config.model, case.config.data, case.execution) == {}
 
 
 def test_values_of_latent_attention_have_their_own_dim(configure, case):
@@ -75,7 +75,7 @@ def test_a_window_that_is_too_long_is_found(case, monkeypatch):
 
     use_kernel(monkeypatch, attend)
     with pytest.raises(Exit, match="window 16: result") as error:
-        check_kernels(case.config, case.execution)
+        check_kernels(case.config.model, case.config.data, case.execution)
     assert error.value.code == NOT_PROVED
     assert "window none" not in str(error.value)
 

@@ -1,12 +1,14 @@
 """The directory of a run writes its report and its results when a start ends."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from etils import epath
 
-from train.config import Config
+from train.config import Config, TensorBoardConfig, TrackerConfig
 from train.run.continuation import Continuation
 from train.run.directory import RunDir
 from train.run.metrics import EventLog
@@ -44,3 +46,17 @@ def test_results_are_json_whatever_the_numbers_are(tmp_path):
         text, parse_constant=lambda name: pytest.fail(f"{name} in JSON")
     )
     assert results == {"step": 3, "eval/loss": None, "compressed": {"xz": None}}
+
+
+def test_only_process_0_opens_trackers(tmp_path):
+    config = replace(
+        Config(), tracker=TrackerConfig(tensorboard=TensorBoardConfig(enabled=True))
+    )
+    events = EventLog(tmp_path, write=False)
+    path = epath.Path(tmp_path)
+    run = RunDir(path, config, FRESH, events, write=False, lease=None)
+    sources: Any = None  # Only process 0 records them.
+    run.start_at(0, sources)
+    run.log(1, {"loss": 1.0})
+    run.close()
+    assert list(tmp_path.iterdir()) == []

@@ -216,7 +216,7 @@ def test_documents_begin_as_they_did_when_the_run_began(
     if recorded != "config lost":
         assert read_run(str(tmp_path)).data == first.data
     config = replace(first, data=replace(first.data, document_start=given))
-    value = document_start_of(folder, config)
+    value = document_start_of(folder, config.data)
     assert value == (original if given is None else given)
     config = replace(first, data=replace(first.data, document_start=value))
     sources: Any = SimpleNamespace(fingerprints={})
@@ -232,11 +232,13 @@ def test_documents_begin_as_they_did_when_the_run_began(
 @pytest.mark.parametrize("mask", [True, False])
 def test_documents_of_a_new_run_begin_with_the_token(tmp_path, mask):
     config = Config(data=DataConfig(document_mask=mask))
-    assert document_start_of(epath.Path(tmp_path), config) is (True if mask else None)
+    assert document_start_of(epath.Path(tmp_path), config.data) is (
+        True if mask else None
+    )
 
 
 def test_a_start_that_was_allowed_another_document_start_is_followed(tmp_path):
     write_run(tmp_path, Config(), (0, {}), (5, {"data.document_start": False}))
-    assert document_start_of(epath.Path(tmp_path), Config()) is False
+    assert document_start_of(epath.Path(tmp_path), DataConfig()) is False
     assert read_run(str(tmp_path), 3).data.has_beginning_tokens
     assert not read_run(str(tmp_path), 7).data.has_beginning_tokens

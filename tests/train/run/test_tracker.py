@@ -48,11 +48,8 @@ def _warnings(caplog) -> list[str]:
     return [record.getMessage() for record in records]
 
 
-@pytest.mark.parametrize(
-    ("config", "write"), [(TrackerConfig(), True), (CONFIG, False)]
-)
-def test_no_tracker_touches_nothing(tmp_path, config, write):
-    run = tracker.open_tracker(config, TrackedRun(tmp_path, "tiny", {}), write=write)
+def test_no_tracker_touches_nothing(tmp_path):
+    run = tracker.open_tracker(TrackerConfig(), TrackedRun(tmp_path, "tiny", {}))
     run.log(1, {"loss": 1.0})
     run.finish()
     assert list(tmp_path.iterdir()) == []
