@@ -69,7 +69,7 @@ MAX_CORE_LINES = 10_000  # with the dataclasses of the config
 CORE = ("model", "train.core")
 # The core imports only itself, the config's dataclasses, the batch type and its shapes,
 # and these modules that write to the terminal or end the program.
-CORE_MAY = (*CORE, "train.config", "data.batch", "data.phases")
+CORE_MAY = (*CORE, "train.config", "data.config", "data.batch", "data.phases")
 CORE_MAY += ("train.console", "train.errors", "train.units")
 PARTS = ("model.parts", "model.catalog", "model.mixer_catalog", "train.optimizers")
 # What only a catalog brings does not count for these modules.
