@@ -1,4 +1,4 @@
-"""What the program must know of a mixer besides its mathematics, without JAX.
+"""The record of a mixer: all that others must know of it, without JAX.
 
 The record of a mixer lies next to its layer (`kind.py`), and model/mixer_catalog.py
 lists all records.

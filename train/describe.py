@@ -10,6 +10,7 @@ from train.config import Transfer
 from train.console import print_table
 from train.core.layout import bytes_per_device
 from train.core.loss.form import choose_form
+from train.core.program import Program
 from train.core.shards import num_shards
 from train.hardware.chips import peak_flops
 from train.optimizers.catalog import OPTIMIZERS
@@ -133,7 +134,7 @@ def describe_data(order: Order, num_steps: int) -> None:
         print(f"{title:<11} {name}: {len(rows):,} rows, {use}")
 
 
-def print_parameters(program: ConfiguredProgram) -> None:
+def print_parameters(program: Program) -> None:
     """Print a table of the parameters with shape, dtype, spec and bytes per device."""
     infos = dict(named(program.infos, lambda x: isinstance(x, ParamInfo)))
     rows = [

@@ -135,7 +135,7 @@ def _start(
 
 
 @dataclass(frozen=True)
-class _StartParts:
+class _PreparedStart:
     """The program, the data and the services of one start."""
 
     program: ConfiguredProgram
@@ -191,7 +191,7 @@ class _StartParts:
 
 def _prepare_start(
     prepared: Prepared, run: RunDir, preemption: Preemption, watchdog: Watchdog
-) -> _StartParts:
+) -> _PreparedStart:
     """Begin to compile, describe the program, and return the parts of the start."""
     config = run.config
     program = prepared.program
@@ -204,7 +204,9 @@ def _prepare_start(
     order = Order(prepared.sources, config.data, config.seed)
     last_batch = order.batch_number(config.train.num_steps - 1)
     is_watched = config.log.numerics_interval_steps is not None
-    phases = PhaseSteps(phase_programs(program, make), last_batch, is_watched)
+    phases = PhaseSteps(
+        phase_programs(program, make), last_batch, is_watched=is_watched
+    )
     checkpoints = Checkpoints(
         run.path / "checkpoints",
         config.checkpoint,
@@ -217,7 +219,7 @@ def _prepare_start(
     phases.begin(order.batch_number(max(checkpoints.saved.steps(), default=0)))
     describe_program(program)
     describe_data(order, config.train.num_steps)
-    return _StartParts(
+    return _PreparedStart(
         program=program,
         sources=prepared.sources,
         order=order,
@@ -237,7 +239,7 @@ def _prepare_start(
     )
 
 
-def _train(start: _StartParts) -> int:
+def _train(start: _PreparedStart) -> int:
     """Find the state, train to the end, write the results; return the exit code."""
     program = start.program
     run = start.run
@@ -268,7 +270,7 @@ def _train(start: _StartParts) -> int:
     return 0
 
 
-def _find_state(start: _StartParts) -> TrainState:
+def _find_state(start: _PreparedStart) -> TrainState:
     """Return the first state that exists in the list of the module's docstring."""
     program = start.program
     run = start.run
@@ -302,7 +304,7 @@ def _find_state(start: _StartParts) -> TrainState:
     return state
 
 
-def _start_from(init_from: str, start: _StartParts) -> TrainState:
+def _start_from(init_from: str, start: _PreparedStart) -> TrainState:
     """Return the state of step 0 with the weights of `init_from`."""
     weights = START_PARTS.initial_weights()
     print(f"weights     {init_from}", flush=True)
@@ -310,7 +312,7 @@ def _start_from(init_from: str, start: _StartParts) -> TrainState:
     return weights.start_from(init_from, start.program)
 
 
-def _check_skips(start: _StartParts, step: int) -> None:
+def _check_skips(start: _PreparedStart, step: int) -> None:
     """Raise ConfigError if one of the first `step` steps used a batch to be skipped."""
     earlier_skips = start.run.continuation.earlier_skips
     skip_batches = start.run.config.data.skip_batches

@@ -8,7 +8,7 @@ from model.mixer_kind import MixerKind, SharedDim
 if TYPE_CHECKING:
     from flax import nnx
 
-ATTENTION_KEYS = (
+_KEYS = (
     *("num_kv_heads", "qk_norm", "qkv_bias", "rope_", "rotary_fraction", "window"),
     *("layer_pattern", "attention", "query_scale_dim", "dropout.attention"),
 )
@@ -28,7 +28,7 @@ def head_dims(model: ModelConfig) -> list[SharedDim]:
     ]
 
 
-def attention_flops(model: ModelConfig, window: int | None, length: int) -> int:
+def _flops(model: ModelConfig, window: int | None, length: int) -> int:
     """Return 12 C T: the FLOPs of a token's scores and of its mean of values."""
     per_key = 6 * model.num_heads * (model.head_size + model.value_size)
     return per_key * min(length, window or length)
@@ -37,7 +37,7 @@ def attention_flops(model: ModelConfig, window: int | None, length: int) -> int:
 ATTENTION = MixerKind(
     make=_make,
     dims=head_dims,
-    flops=attention_flops,
+    flops=_flops,
     flops_formula="12 L C T",
-    keys=ATTENTION_KEYS,
+    keys=_KEYS,
 )

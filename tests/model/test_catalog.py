@@ -1,12 +1,30 @@
 """The catalog has a part for each choice in the config."""
 
+import pytest
+
 from model.catalog import MODEL_PARTS
 from model.choices import ComputeDtype, Dtype, Mixer
+from model.config import LOGICAL_AXES, ModelConfig
+from model.mixer_catalog import MIXERS
 from model.parts.eight_bits.recipes import RECIPES
+from train.identity import flatten
 
 
 def test_each_mixer_has_a_module():
     assert MODEL_PARTS.mixers.keys() == {*Mixer}
+
+
+@pytest.mark.parametrize("mixer", Mixer)
+def test_the_record_of_a_mixer_names_keys_that_exist(mixer):
+    kind = MIXERS[mixer]
+    config = ModelConfig(mixer=mixer, query_rank=16)
+    keys = set(flatten(config))
+    for prefix in kind.keys:
+        assert any(key.startswith(prefix) for key in keys), prefix
+    assert {dim.key for dim in kind.dims(config)} <= keys
+    assert {dim.axis for dim in kind.dims(config)} <= {*LOGICAL_AXES}
+    if kind.least_piece is not None:
+        assert kind.least_piece(config).key in keys
 
 
 def test_each_dtype_of_eight_bits_has_products():

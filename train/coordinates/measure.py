@@ -17,6 +17,7 @@ from model.gpt import bind
 from model.taps import Taps
 from train.config import MESH_AXES, Config, DcnConfig, Schedule, ScheduleConfig
 from train.core.feed import place
+from train.core.program import Program
 from train.resolve.program import ConfiguredProgram
 
 ROWS = 4
@@ -100,9 +101,7 @@ def _mean_squares(
     return jnp.mean(jnp.square(x), axis=(2, 3, 4))
 
 
-def _run_model(
-    program: ConfiguredProgram, params: Any, batch: Batch
-) -> dict[str, jax.Array]:
+def _run_model(program: Program, params: Any, batch: Batch) -> dict[str, jax.Array]:
     """Return results of layers [L, B, T, D], features and logits [1, B, T, _]."""
     model = bind(program.model, params)
     taps = _Recorder()

@@ -1,4 +1,4 @@
-"""Where the arrays of a program lie: the mesh, and the sharding of every leaf.
+"""The mesh of a program, and the sharding of every leaf of its state.
 
 Initialisation, the step, checkpoint restore and the plan all use these shardings.
 """
@@ -20,7 +20,7 @@ from train.core.state import TrainState
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where the parameters, the optimizer's moments and the batch lie on a mesh.
+    """The sharding of parameters, moments and batch on a mesh.
 
     param_specs: tree of the PartitionSpec of each parameter.
     rules: the mesh axes of each logical axis of activations and parameters.

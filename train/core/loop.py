@@ -125,9 +125,11 @@ class Trainer:
 
     def _wait_for_compilation(self, start_step: int) -> None:
         """Wait until all processes have compiled the steps of the first phase."""
-        with self.phase("compile"), show_compilation(self.journal.write):
+        self.watch.phase("compile")
+        with show_compilation(self.journal.write):
             self._steps(start_step + 1)
             self.peers.wait_for_compilation()
+        self.journal.events.lap("compile")
 
     @contextmanager
     def _open_instruments(self, start_step: int) -> Iterator[_Instruments]:
@@ -209,13 +211,6 @@ class Trainer:
             window.add(metrics)
             window.read(step + 1, instruments.progress)
         return state
-
-    @contextmanager
-    def phase(self, name: str, event: str | None = None) -> Iterator[None]:
-        """Set the watchdog's phase for a block, and record the block's duration."""
-        self.watch.phase(name)
-        yield
-        self.journal.events.lap(event or name)
 
     def _evaluate(
         self, step: int, state: TrainState, due: Due, progress: Progress

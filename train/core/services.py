@@ -1,7 +1,7 @@
-"""What the training loop is handed: batches, saves, journal, peers, watch, scores.
+"""Protocols of the services that the training loop uses.
 
-Each is a protocol, so that the loop knows no files, no processes and no formats.
-train/start.py hands in the classes that implement them, which each section names.
+The loop knows no files, no processes and no formats. train/start.py hands it objects
+with these methods; the docstring of each protocol names the module of their class.
 """
 
 from collections.abc import Callable, Iterator, Mapping

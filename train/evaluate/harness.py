@@ -23,6 +23,7 @@ from data.beginning import beginning_of
 from data.encoding import END_OF_TEXT, encode
 from train.core.eval_step import make_score_step
 from train.core.feed import local_rows, place
+from train.core.program import Program
 from train.resolve.program import ConfiguredProgram
 from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows
@@ -237,7 +238,7 @@ def split_into_windows(
         yield ScoredWindow(number, prefix, all_tokens[start:stop])
 
 
-def row_lengths(longest: int, program: ConfiguredProgram) -> list[int]:
+def row_lengths(longest: int, program: Program) -> list[int]:
     """Return the lengths to which rows are padded: `longest`, its half, and so on.
 
     The halves are multiples of `_BLOCK`, also on each device that shares a row.

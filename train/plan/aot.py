@@ -62,9 +62,7 @@ def lower_step(program: Program) -> tuple[Traced, Lowered]:
         return traced, traced.lower(lowering_platforms=("cuda",))
 
 
-def measure_compile(
-    program: Program,
-) -> tuple[Compiled | OutOfMemory, Compilation]:
+def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Compilation]:
     """Return the compiled step, or OutOfMemory, and the cost of compiling."""
     start = time.perf_counter()
     try:

@@ -14,11 +14,11 @@ from jax.stages import Compiled
 
 from train.console import print_table
 from train.core.layout import bytes_per_device
+from train.core.program import Program
 from train.core.state import as_saved
 from train.plan.aot import Compilation, OutOfMemory
 from train.plan.budget import MemoryBudget
 from train.plan.cost import COMPILED
-from train.resolve.program import ConfiguredProgram
 from train.units import format_bytes, format_seconds
 
 COMPUTED = "computed"
@@ -99,7 +99,7 @@ class DeviceMemory:
 
 
 def device_memory(
-    program: ConfiguredProgram, compiled: Compiled | OutOfMemory | None = None
+    program: Program, compiled: Compiled | OutOfMemory | None = None
 ) -> DeviceMemory:
     """Return the memory that a program's step needs.
 

@@ -4,14 +4,14 @@ from etils import epath
 
 from data.storage import write_atomically
 from train.console import print_table
+from train.core.program import Program
 from train.plan.advice import print_texts
 from train.plan.aot import lower_step
 from train.plan.compiled.inspection import Inspection
-from train.resolve.program import ConfiguredProgram
 from train.units import format_bytes
 
 
-def write_texts(program: ConfiguredProgram, text: str, folder: epath.Path) -> list[str]:
+def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
     """Write the traced, lowered and optimized step, and return the file names.
 
     `text` is the optimized HLO. The folder must exist.

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from model.params import named
+from train.core.program import Program
 from train.core.state import TrainState
 from train.pretrained.compare import Folder, modules_not_read, tensors_of_folder
 from train.pretrained.family import Family
@@ -63,7 +64,7 @@ def _say_what_is_not_read(
         print(f"weights     {number} {what} are not read", flush=True)
 
 
-def _initial_state(program: ConfiguredProgram, names: Collection[str]) -> TrainState:
+def _initial_state(program: Program, names: Collection[str]) -> TrainState:
     """Return the initial state, with `params` as a flat dict of only these names."""
 
     def select(state: TrainState) -> TrainState:

@@ -32,7 +32,7 @@ class DividedStep:
 
     @property
     def parts(self) -> list[str]:
-        """What divides the step: mesh axes of several devices, and microbatches."""
+        """The mesh axes of several devices, and the key of microbatches if any."""
         has_parts = self.config.train.accumulation_steps > 1
         return [*self.mesh, *[ACCUMULATION] * has_parts]
 

@@ -6,14 +6,14 @@ import numpy as np
 from data.batch import Batch
 from data.config import DataConfig
 from data.rows import make_batch
+from train.core.program import Program
 from train.core.state import TrainState
-from train.resolve.program import ConfiguredProgram
 
 PADDING_IDS = 3  # The last ids of the vocabulary; the tokenizer lacks them.
 _NOISE = 0.05  # the standard deviation of what is added to each initial weight
 
 
-def perturbed_state(program: ConfiguredProgram) -> TrainState:
+def perturbed_state(program: Program) -> TrainState:
     """Return initial weights that are neither zero nor equal, and their moments."""
     rng = np.random.default_rng(0)
 

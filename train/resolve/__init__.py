@@ -1,1 +1,1 @@
-"""From a config to a program: every `auto` is chosen and every mistake found here."""
+"""Turn a config into a program: choose every `auto`, and find every mistake."""

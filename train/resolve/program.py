@@ -6,6 +6,7 @@ Training, evaluation, sampling and the plan all start here. Nothing that runs af
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from data.batch import Batch
 from data.config import DataConfig
 from model.catalog import EXECUTION_PARTS, MODEL_PARTS
 from model.choices import Position
-from model.gpt import abstract_gpt, params_of
+from model.execution import Execution
+from model.gpt import GPT, abstract_gpt, params_of
 from model.params import param_infos
 from train.config import Config, TrainConfig
 from train.core.layout import StateLayout, batch_shards
@@ -129,28 +131,10 @@ def make_program(
     train = config.train
     sizes = least_sizes(config.mesh, len(devices))
     rules = axis_rules(config.mesh)
-    pipeline = pipeline_of(config.mesh, train, sizes["pipeline"])
     model = abstract_gpt(config.model, MODEL_PARTS)
     infos = param_infos(model)
     choice = ExecutionChoice(config, rules, device, sizes, EXECUTION_PARTS)
-
-    # Each of these may find mistakes; all mistakes are reported at once.
-    mesh, execution, _, _, specs = check_all(
-        lambda: make_mesh(config.mesh, devices),
-        choice.execution,
-        lambda: check_pipeline(config.model, config.mesh, train, sizes),
-        lambda: check_batch(
-            data.batch_size,
-            train.accumulation_steps,
-            batch_shards(rules, sizes).rows,
-            pipeline.local_microbatches,
-        ),
-        lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
-    )
-
-    placement = choice.placement(mesh, collective_steps(mesh))
-    execution = execution._replace(placement=placement)
-    layout = StateLayout(mesh, specs, rules, offload=config.optimizer.offload)
+    layout, execution = _lay_out(choice, devices, model, infos)
     recipe = recipe_of(train)
     optimizer = make_optimizer(
         config.optimizer,
@@ -160,8 +144,8 @@ def make_program(
         model=config.model,
         infos=infos,
         compute_dtype=execution.numerics.compute_dtype,
-        mesh=mesh,
-        specs=specs,
+        mesh=layout.mesh,
+        specs=layout.param_specs,
         seed=config.seed,
         platform=device.platform,
         rate_factor=config.schedule.batch_factor(
@@ -170,7 +154,7 @@ def make_program(
     )
     return ConfiguredProgram(
         config=config,
-        pipeline=pipeline,
+        pipeline=pipeline_of(config.mesh, train, sizes["pipeline"]),
         model=model,
         parts=MODEL_PARTS,
         infos=infos,
@@ -189,6 +173,35 @@ def make_program(
         ),
         num_tokens=num_tokens,
     )
+
+
+def _lay_out(
+    choice: ExecutionChoice, devices: Sequence[Device], model: GPT, infos: Any
+) -> tuple[StateLayout, Execution]:
+    """Return where arrays lie on some devices, and how the model runs there.
+
+    Raises:
+        ConfigError: with the mistakes of all checks.
+    """
+    config = choice.config
+    rules = choice.rules
+    sizes = choice.sizes
+    pipeline = pipeline_of(config.mesh, config.train, sizes["pipeline"])
+    mesh, execution, _, _, specs = check_all(
+        lambda: make_mesh(config.mesh, devices),
+        choice.execution,
+        lambda: check_pipeline(config.model, config.mesh, config.train, sizes),
+        lambda: check_batch(
+            config.data.batch_size,
+            config.train.accumulation_steps,
+            batch_shards(rules, sizes).rows,
+            pipeline.local_microbatches,
+        ),
+        lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
+    )
+    placement = choice.placement(mesh, collective_steps(mesh))
+    layout = StateLayout(mesh, specs, rules, offload=config.optimizer.offload)
+    return layout, execution._replace(placement=placement)
 
 
 def _abstract_batch(data: DataConfig, sharding: NamedSharding) -> Batch:

@@ -89,7 +89,7 @@ class Profiler:
         """Remove old requests and start to poll for new ones, on process 0.
 
         `text` returns the HLO text of the compiled step that runs as a step number.
-        `pause` excludes the time of its body from the step time (log_window.py).
+        `pause` excludes the time of its body from the step time (`LogWindow.pause`).
         """
         self._run = run
         self._cluster = cluster

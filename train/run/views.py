@@ -1,4 +1,4 @@
-"""What shows a run while it trains: the report and the trackers, as protocols."""
+"""Protocols of the report and of the trackers, which show a run while it trains."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol

@@ -1,10 +1,11 @@
 """The record of latent attention as a mixer."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from model.attention.kind import ATTENTION_KEYS, attention_flops, head_dims
+from model.attention.kind import ATTENTION, head_dims
 from model.config import ModelConfig
-from model.mixer_kind import MixerKind, SharedDim
+from model.mixer_kind import SharedDim
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -23,10 +24,4 @@ def _dims(model: ModelConfig) -> list[SharedDim]:
     return dims
 
 
-LATENT_ATTENTION = MixerKind(
-    make=_make,
-    dims=_dims,
-    flops=attention_flops,
-    flops_formula="12 L C T",
-    keys=ATTENTION_KEYS,
-)
+LATENT_ATTENTION = replace(ATTENTION, make=_make, dims=_dims)

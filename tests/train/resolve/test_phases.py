@@ -3,14 +3,12 @@
 import re
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from data.phases import Phase, phases_of
 from tests.train import doors
 from tests.train.doors import Door, steps
-from train.core.phases import PhaseSteps
 from train.errors import ConfigError
 from train.resolve.phases import phase_programs
 from train.resolve.program import ConfiguredProgram, make_program
@@ -54,30 +52,6 @@ def test_a_growing_batch_continues_on_another_mesh_after_a_preemption(
     for a, b in zip(steps(straight), steps(stopped), strict=True):
         assert a["tokens"] == b["tokens"]
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-5), a["step"]
-
-
-class Compiler:
-    """A program that records when its step is compiled."""
-
-    def __init__(self, compiled: list[str], name: str):
-        self.state = self.batch = None
-        self.train_step = SimpleNamespace(lower=lambda *_: self)
-        self.compile = lambda: compiled.append(name)
-
-
-def test_the_next_phase_is_compiled_ahead_unless_the_run_ends_before():
-    compiled: list[str] = []
-    first_batches = {"a": 0, "b": 5, "c": 10}
-    programs = {
-        Phase(n, 4, 16): Compiler(compiled, k) for k, n in first_batches.items()
-    }
-    steps = PhaseSteps(programs, last_batch=9, is_watched=False)
-    steps.get(3)
-    steps.begin(5).result()
-    assert compiled == ["a", "b"]
-    steps.get(9)
-    steps.begin(0).result()
-    assert compiled == ["a", "b"]
 
 
 def phases_on(program: ConfiguredProgram) -> dict[Phase, ConfiguredProgram]:

@@ -1,4 +1,4 @@
-"""What the optional parts of an optimizer offer (train/optimizers/catalog.py)."""
+"""Records of the optional parts of an optimizer (train/optimizers/catalog.py)."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
