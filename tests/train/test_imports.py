@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -211,33 +210,6 @@ def test_few_functions_take_the_whole_config(files):
         and ast.unparse(argument.annotation).strip("'") == "Config"
     }
     assert len(takers) <= MAX_CONFIG_TAKERS, takers
-
-
-def test_the_reading_list_names_files_and_about_how_long_they_are():
-    """Figures may be off by a tenth, so that not every change must correct them."""
-    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    rows = re.findall(r"^\| [^|]+ \| `([^`]+\.py)` \| ([\d,]+) \|$", text, re.M)
-    assert len(rows) > 5
-    num_files = num_lines = 0
-    for paths, count in rows:
-        files = [file for path in paths.split(", ") for file in alternatives(path)]
-        lines = sum((REPOSITORY / f).read_text().count("\n") for f in files)
-        assert lines == pytest.approx(int(count.replace(",", "")), rel=0.1), paths
-        num_files += len(files)
-        num_lines += lines
-    summary = re.search(r"read ([\d,]+) lines in (\d+) files", text)
-    assert summary is not None
-    assert num_lines == pytest.approx(int(summary[1].replace(",", "")), rel=0.1)
-    assert num_files == int(summary[2])
-
-
-def alternatives(path: str) -> list[str]:
-    """Return the paths that a path with one `{a,b}` stands for."""
-    start, brace, rest = path.partition("{")
-    if not brace:
-        return [path]
-    names, _, end = rest.partition("}")
-    return [f"{start}{name}{end}" for name in names.split(",")]
 
 
 @pytest.mark.parametrize("room", ROOMS)
