@@ -29,17 +29,19 @@ def shards_of(store: Store) -> LocalShards:
     return store._open("train")._local["tokens"]
 
 
-def num_open(store: Store) -> int:
-    """Count this process's open files below `store`.
+def open_files(store: Store) -> set[tuple[str, Path]]:
+    """Return this process's open files below `store`, as descriptors and paths.
 
-    Garbage of earlier tests may close other files at any time.
+    TensorStore's threads and the garbage of earlier tests may close files at any time.
     """
     folder = os.path.realpath(store.path)
-    count = 0
+    files = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the listing's descriptor is closed
-            count += link.readlink().is_relative_to(folder)
-    return count
+            path = link.readlink()
+            if path.is_relative_to(folder):
+                files.add((link.name, path))
+    return files
 
 
 @pytest.mark.parametrize("damage", ["cut while open", "removed", "without a chunk"])
@@ -85,10 +87,11 @@ def test_the_number_of_open_files_is_limited(store, monkeypatch):
     )
     monkeypatch.setattr(data.token_store.local_shards, "_open_shard", open_shard)
     shards = shards_of(store)
-    previous_count = num_open(store)
+    previous_files = open_files(store)
     for start in (10, 300, 600, 10):
         shards.read([(start, start + 5)])
-    assert num_open(store) == previous_count + 2
+    opened_files = open_files(store) - previous_files
+    assert len(opened_files) == 2
     del shards
     open_shard.cache_clear()
-    assert num_open(store) == previous_count
+    assert not opened_files & open_files(store)
