@@ -12,6 +12,7 @@ from model.execution import Execution
 from model.gpt import GPT, bind
 from model.params import param_infos
 from train.core.loss.loss import loss_sum, row_sums
+from train.core.loss.token_loss import CrossEntropy
 from train.core.recipe import Recipe
 from train.core.rows import REPLICATED, run_per_device, split, sum_over_rows
 
@@ -30,7 +31,7 @@ def make_eval_step(
             bound = bind(model, params)
             chunk = recipe.loss_chunk_tokens
             sums = loss_sum(
-                bound, rows, execution, z_loss=0.0, chunk=chunk, num_tokens=num_tokens
+                bound, rows, execution, CrossEntropy(), chunk, num_tokens=num_tokens
             )
             return sums.nats[0], jnp.sum(rows.targets >= 0)
 

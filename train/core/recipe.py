@@ -5,12 +5,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from train.core.loss.token_loss import TokenLoss
+
 
 class Recipe(NamedTuple):
     """The settings of a step.
 
     accumulation_steps: the number of microbatches in a step.
-    z_loss: the weight of the squared logarithm of the softmax's sum.
+    token_loss: what a step minimizes, as a function of each target's logits.
     loss_chunk_tokens: the largest number of positions of a row whose logits exist at
         once. None leaves the choice to the loss (train/core/loss/form.py).
     skip_sigma: the standard deviations above the mean of recent steps that make a
@@ -22,7 +24,7 @@ class Recipe(NamedTuple):
     """
 
     accumulation_steps: int
-    z_loss: float
+    token_loss: TokenLoss
     loss_chunk_tokens: int | None
     skip_sigma: float | None
     skip_window: int

@@ -190,7 +190,7 @@ def _make_loss(
             bind(model, params),
             rows.batch,
             execution,
-            z_loss=recipe.z_loss,
+            token_loss=recipe.token_loss,
             chunk=recipe.loss_chunk_tokens,
             num_tokens=num_tokens,
             call=CallContext(keys_BT=keys_BT, taps=call_taps),

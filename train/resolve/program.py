@@ -26,6 +26,7 @@ from train.core.recipe import Recipe
 from train.core.shards import PipelineSchedule
 from train.errors import ConfigError, Mistake, check_all
 from train.hardware.collective_steps import collective_steps
+from train.losses.catalog import make_loss
 from train.optimizers.catalog import OPTIMIZERS
 from train.resolve.execution import ExecutionChoice
 from train.resolve.mesh import Device, make_mesh
@@ -73,7 +74,7 @@ def recipe_of(train: TrainConfig) -> Recipe:
     """Return what a step computes, from the section `train` of a config."""
     return Recipe(
         accumulation_steps=train.accumulation_steps,
-        z_loss=train.z_loss,
+        token_loss=make_loss(train),
         loss_chunk_tokens=train.loss_chunk_tokens,
         skip_sigma=train.skip_sigma,
         skip_window=train.skip_window,

@@ -18,11 +18,11 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gather import WeightPlacement
+from train.core.loss.token_loss import CrossEntropy, TokenLoss, Tokens
 
 _LARGE_VOCAB = 8192  # Logits of this many ids or more are divided.
 _TILE = 128  # The positions of a row in the smallest tile, if they divide the row.
@@ -62,7 +62,7 @@ class LossOptions(NamedTuple):
     execution: Execution
     axes: tuple[str, ...]
     num_tokens: int
-    z_loss: float = 0.0
+    token_loss: TokenLoss = CrossEntropy()
     by_row: bool = False
 
     @property
@@ -76,13 +76,10 @@ class LossOptions(NamedTuple):
         compute = self.execution.numerics.compute_dtype
         return self.head_placement.gather(local_weight.astype(compute))
 
-    def sum(
-        self, log_z: jax.Array, target_logits: jax.Array, has_target: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def sum(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         """Sum the loss and the nats of all positions that have a target."""
-        nats = jnp.sum(jnp.where(has_target, log_z - target_logits, 0.0))
-        squares = jnp.sum(jnp.where(has_target, jnp.square(log_z), 0.0))
-        return nats + self.z_loss * squares, nats
+        nats = tokens.sum(tokens.log_z - tokens.target_logit)
+        return self.token_loss.sum(tokens, nats), nats
 
 
 def choose_form(

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy in float32, with a gradient that is computed at once.
+"""The loss of next tokens in float32, with a gradient that is computed at once.
 
 Shapes: B batch, T time, D embed, V vocab.
 """
@@ -19,6 +19,7 @@ from train.core.loss.ahead import Ahead
 from train.core.loss.form import LossOptions, choose_form, largest_divisor
 from train.core.loss.pieces import sum_pieces
 from train.core.loss.tiles import sum_tiles
+from train.core.loss.token_loss import TokenLoss
 
 
 class LossSums(NamedTuple):
@@ -38,7 +39,7 @@ def loss_sum(
     model: GPT,
     batch: Batch,
     execution: Execution,
-    z_loss: float,
+    token_loss: TokenLoss,
     chunk: int | None,
     num_tokens: int | None = None,
     call: CallContext = NO_CONTEXT,
@@ -50,7 +51,7 @@ def loss_sum(
         model: the model with bound parameters.
         batch: int32 [B, T] fields.
         execution: how the program runs the model.
-        z_loss: weight of log²Z, which keeps logits from drifting (PaLM, section 5).
+        token_loss: what is summed besides the cross-entropy.
         chunk: the largest number of positions of a row whose logits exist at once.
             None chooses a form (train/core/loss/form.py).
         num_tokens: the number of ids that the tokenizer has. Larger ids only pad the
@@ -62,7 +63,7 @@ def loss_sum(
         batch.inputs, batch.positions, batch.segment_ids, execution, call=call
     )
     options = _make_options(model, x_BTD, execution, chunk, num_tokens)
-    options = options._replace(z_loss=z_loss)
+    options = options._replace(token_loss=token_loss)
     predictions = [(x_BTD, batch.targets)]
     if ahead is not None:
         features, ahead_routing = model.features_ahead(

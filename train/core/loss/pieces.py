@@ -20,6 +20,7 @@ from model.head import head_spec, project
 from model.placement import ONE_DEVICE
 from model.products import einsum, gradient_specs
 from train.core.loss.form import LossOptions
+from train.core.loss.token_loss import LogitFactors, Tokens
 
 _MASKED = -1e30  # The logit of an id that does not count in a piece; it is finite.
 
@@ -36,18 +37,6 @@ class _Piece(NamedTuple):
     sum_BT: Float[Array, "*P B T"]
     target_logit_BT: Float[Array, "*P B T"]
     exps_BTJ: Float[Array, "*P B T J"]
-
-
-class _Totals(NamedTuple):
-    """Float32 figures of each position over the whole vocabulary.
-
-    factor: the derivative of the loss by the logarithm of the softmax's sum; zero for
-        positions without a target.
-    """
-
-    log_z_BT: Float[Array, "B T"]
-    target_logit_BT: Float[Array, "B T"]
-    factor_BT: Float[Array, "B T"]
 
 
 class _Slice(NamedTuple):
@@ -111,17 +100,20 @@ class _Head(NamedTuple):
             exps_BTJ.astype(self.compute_dtype),
         )
 
-    def differentiate(self, part: _Slice, piece: _Piece, totals: _Totals) -> jax.Array:
+    def differentiate(
+        self, part: _Slice, piece: _Piece, tokens: Tokens, factors: LogitFactors
+    ) -> jax.Array:
         """Return the float32 gradient of a piece's logits [B, T, J] before any cap."""
-        scale_BT = totals.factor_BT * jnp.exp(piece.max_BT - totals.log_z_BT)
+        scale_BT = factors.softmax * jnp.exp(piece.max_BT - tokens.log_z)
         exps_BTJ = piece.exps_BTJ.astype(jnp.float32)
-        dlogits_BTJ = scale_BT[..., None] * exps_BTJ - part.is_target_BTJ
+        factors = factors._replace(softmax=scale_BT)
+        dlogits_BTJ = factors.gradient(exps_BTJ, part.is_target_BTJ)
         if (cap := self.options.config.logit_soft_cap) is None:
             return dlogits_BTJ
         # exp(logit - max) tells the logit, which is cap tanh(y) at y. If it is zero, it
         # does not matter, unless the logit is the target's.
         logits_BTJ = piece.max_BT[..., None] + jnp.log(exps_BTJ)
-        target_logit_BT1 = totals.target_logit_BT[..., None]
+        target_logit_BT1 = tokens.target_logit[..., None]
         logits_BTJ = jnp.where(part.is_target_BTJ, target_logit_BT1, logits_BTJ)
         return dlogits_BTJ * (1 - jnp.square(jnp.clip(logits_BTJ / cap, -1, 1)))
 
@@ -146,9 +138,10 @@ def sum_pieces(
     Z_BT = jnp.sum(pieces.sum_BT * jnp.exp(pieces.max_BT - max_BT), axis=0)
     log_z_BT = max_BT + jnp.log(Z_BT)
     target_logit_BT = jnp.sum(pieces.target_logit_BT, axis=0)
-    has_target_BT = targets_BT >= 0
-    factor_BT = jnp.where(has_target_BT, 1 + 2 * options.z_loss * log_z_BT, 0.0)
-    totals = _Totals(log_z_BT, target_logit_BT, factor_BT)
+    tokens = Tokens(log_z_BT, target_logit_BT, targets_BT >= 0)
+    factors = options.token_loss.factors(tokens)
+    softmax_BT = jnp.where(tokens.has_target, factors.softmax, 0.0)
+    factors = factors._replace(softmax=softmax_BT)
     spec_dx, spec_dweight = gradient_specs(head_spec(options.config))
     multiply = partial(einsum, compute=head.compute_dtype, out=jnp.float32)
 
@@ -156,7 +149,7 @@ def sum_pieces(
         dx, dlocal = gradients
         number, piece = inputs
         part = head.slice(number)
-        dlogits_BTJ = head.differentiate(part, piece, totals)
+        dlogits_BTJ = head.differentiate(part, piece, tokens, factors)
         dx += multiply(spec_dx, dlogits_BTJ, part.weight)
         dpiece = multiply(spec_dweight, x_BTD, dlogits_BTJ)
         dpiece = options.head_placement.reduce_scatter(dpiece)
@@ -168,5 +161,5 @@ def sum_pieces(
 
     zeros = (jnp.zeros(x.shape, jnp.float32) for x in (x_BTD, local_weight))
     (dx, dlocal), _ = jax.lax.scan(add_gradients, tuple(zeros), (numbers_P, pieces))
-    sums = options.sum(log_z_BT, target_logit_BT, has_target_BT)
+    sums = options.sum(tokens)
     return sums, (dx.astype(x_BTD.dtype), dlocal)

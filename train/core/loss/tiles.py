@@ -21,6 +21,7 @@ from model.head import project
 from model.placement import ONE_DEVICE
 from model.row_max import row_max
 from train.core.loss.form import LossOptions
+from train.core.loss.token_loss import Tokens
 
 _NO_ID = 2**31 - 1
 
@@ -105,7 +106,6 @@ def _tile(
 ):
     """Return ((sums, dweight), dx) of one tile. Gradients may be None."""
     config = options.config
-    z_loss = options.z_loss
     platform = options.execution.placement.platform
     execution = options.execution._replace(placement=ONE_DEVICE)
     logits_BCV, transpose = jax.vjp(
@@ -142,12 +142,13 @@ def _tile(
         nats_BC = jnp.where(has_target_BC, log_z_BC - target_logit_BC, 0.0)
         missed_BC = jnp.where(has_target_BC & (best_id_BC != targets_BC), 1.0, 0.0)
         return ((nats_BC.sum(axis=-1), missed_BC.sum(axis=-1)), None), None
-    sums = options.sum(log_z_BC, target_logit_BC, has_target_BC)
+    tokens = Tokens(log_z_BC, target_logit_BC, has_target_BC)
+    sums = options.sum(tokens)
     if not gradients:
         return (sums, None), None
     probabilities_BCV = jnp.exp(logits_BCV - log_z_BC[..., None])
-    factor_BC1 = (1 + 2 * z_loss * log_z_BC)[..., None]
-    dlogits_BCV = factor_BC1 * probabilities_BCV - is_target_BCV
+    factors = options.token_loss.factors(tokens)
+    dlogits_BCV = factors.gradient(probabilities_BCV, is_target_BCV)
     dlogits_BCV = jnp.where(has_target_BC[..., None], dlogits_BCV, 0.0)
     dx_BCD, dweight = transpose(dlogits_BCV)
     return (sums, dweight), jax.lax.psum(dx_BCD, vocab_axes)
