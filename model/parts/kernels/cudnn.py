@@ -5,8 +5,8 @@ Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H h
 
 import jax.numpy as jnp
 
-from model import compat
 from model.attention.inputs import Attended, Inputs, score_bound
+from model.parts.kernels import compat
 
 LENGTH_MULTIPLE = 2  # The number of positions must be even.
 SCALES_QUERIES = True

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from model.attention.inputs import Attended, Inputs, score_bound
-from model.compat import PackedCall
 from model.parts.kernels import cudnn
+from model.parts.kernels.compat import PackedCall
 from model.remat import saveable
 
 LENGTH_MULTIPLE = cudnn.LENGTH_MULTIPLE

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from model import compat
 from model.attention.inputs import Attended, Chunks, Inputs, Result, score_bound
 from model.gather import AxisSteps, WeightPlacement
+from model.parts.kernels import compat
 from model.remat import saveable
 
 LENGTH_MULTIPLE = 128  # The smallest block, in positions.

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model import compat
 from model.attention.inputs import Inputs
 from model.attention.method import AttentionOptions
 from model.choices import Attention
 from model.parts.attention import KernelAttention
-from model.parts.kernels import cudnn_packed
+from model.parts.kernels import compat, cudnn_packed
 
 pytestmark = pytest.mark.usefixtures("strict")
 
