@@ -1,5 +1,7 @@
-"""The example of a dataset format in docs/guides/extending.md works as it stands."""
+"""The format and the loss of docs/guides/extending.md work as they stand there."""
 
+import json
+import math
 import os
 import shutil
 import subprocess
@@ -10,7 +12,6 @@ import pytest
 
 from tests.fleet import REPOSITORY
 
-SECTION = "## A dataset format"
 READ = """
 from data.catalog import FORMATS
 from data.text.classify import classify
@@ -27,23 +28,78 @@ for name in ("plain", "packed"):
     assert [one.id for one in found] == [f"sequence {n}" for n in range(20_000)]
     assert {one.text for one in found} == {b"ACGT" * 99 + b"\\n"}
 """
+# The gradient of the configured loss, which computes logits in tiles, next to that of a
+# formula for all logits at once.
+COMPARE_GRADIENTS = """
+import jax
+import jax.numpy as jnp
+from model.catalog import MODEL_PARTS
+from model.config import ModelConfig
+from model.execution import Execution, Numerics
+from model.gpt import GPT, bind, params_of
+from flax import nnx
+from data.batch import Batch
+from train.config import TrainConfig
+from train.core.step import make_gradients
+from train.resolve.program import recipe_of
+
+config = ModelConfig(num_layers=1, embed_dim=16, num_heads=2, vocab_size=128)
+model = GPT(config, nnx.Rngs(0), MODEL_PARTS)
+params = jax.tree.map(lambda x: 4 * x, params_of(model))
+execution = Execution(Numerics(compute_dtype=jnp.dtype("float32")))
+tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 128)
+positions = jnp.tile(jnp.arange(16), (2, 1))
+batch = Batch(tokens[:, :-1], tokens[:, 1:], None, positions)
+
+def plain_loss(params):
+    bound = bind(model, params)
+    x, *_ = bound.features(batch.inputs, batch.positions, None, execution)
+    log_probs = jax.nn.log_softmax(bound.logits(x, execution))
+    log_p = jnp.take_along_axis(log_probs, batch.targets[..., None], -1)
+    return jnp.mean((1 - jnp.exp(log_p)) ** 2 * -log_p)
+
+recipe = recipe_of(TrainConfig(loss_chunk_tokens=4))
+step = jax.jit(make_gradients(model, execution, recipe))
+actual = jax.tree.leaves(step(params, batch).grads)
+expected = jax.tree.leaves(jax.jit(jax.grad(plain_loss))(params))
+for x, y in zip(actual, expected, strict=True):
+    assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
+"""
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return a folder with the example applied to the source, and files to read."""
-    shutil.copytree(REPOSITORY / "data", tmp_path / "data")
+def apply_example(section: str, packages: list[str], folder: Path) -> None:
+    """Copy packages to a folder, and apply the diff of a section of the guide."""
+    for package in packages:
+        shutil.copytree(REPOSITORY / package, folder / package)
     page = (REPOSITORY / "docs/guides/extending.md").read_text()
-    diff = page.partition(SECTION)[2].partition("```diff\n")[2].partition("```")[0]
-    ceiling = {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    diff = page.partition(section)[2].partition("```diff\n")[2].partition("```")[0]
+    ceiling = {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     subprocess.run(
         ["git", "apply", "-"],
-        cwd=tmp_path,
+        cwd=folder,
         input=diff,
         text=True,
         check=True,
         env=os.environ | ceiling,
     )
+
+
+def run_python(folder: Path, *arguments: str) -> None:
+    """Run Python on the source in a folder."""
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with the format applied to the source, and files to read."""
+    apply_example("## A dataset format", ["data"], tmp_path)
     for name, pack in (("plain", False), ("packed", True)):
         (tmp_path / name).mkdir()
         text = "".join(f">sequence {n}\n{'ACGT' * 99}\n" for n in range(20_000))
@@ -55,12 +111,31 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_reader_from_the_guide_reads_each_record_once(folder: Path):
     """The plain file has 8 MB, which are two units if a format can be split."""
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    result = subprocess.run(
-        [sys.executable, "-c", READ],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    run_python(folder, "-c", READ)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Return a folder with the loss applied to the source."""
+    packages = ["configs", "data", "launch", "model", "train"]
+    apply_example("## A loss of a token", packages, tmp_path)
+    return tmp_path
+
+
+def test_the_loss_from_the_guide_has_the_gradient_of_its_formula(source: Path):
+    run_python(source, "-c", COMPARE_GRADIENTS)
+
+
+@pytest.mark.slow
+def test_the_loss_from_the_guide_trains_and_does_not_depend_on_the_mesh(source: Path):
+    mesh = ["model=llama_nano", "mesh.fsdp=2", "mesh.tensor=2", "mesh.context=2"]
+    mesh += ["model.num_layers=1"]
+    run_python(source, "-m", "train.prove", *mesh)
+    run = ["runtime.cpu_devices=8", "train.num_steps=3", "tracker=none", "run.dir=run"]
+    run += ["data.batch_size=4", "data.sequence_length=64", "log.interval_steps=1"]
+    run += ["eval.num_batches=1", "eval.final_num_batches=1"]
+    run_python(source, "-m", "train", *mesh, *run)
+    lines = (source / "run/metrics.jsonl").read_text().splitlines()
+    losses = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+    assert len(losses) == 3
+    assert losses[0] == pytest.approx(math.log(257), rel=0.05)  # nats, not the loss

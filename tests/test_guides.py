@@ -162,7 +162,7 @@ def extended(tmp_path: Path) -> Path:
         shutil.copytree(REPOSITORY / name, tmp_path / name)
     page = (REPOSITORY / "docs/guides/extending.md").read_text()
     diffs = re.findall(r"^```diff\n(--- .*?)^```$", page, re.M | re.S)
-    assert len(diffs) == 5
+    assert len(diffs) == 6
     for diff in diffs:
         result = subprocess.run(
             ["git", "apply", "-"],

@@ -14,7 +14,7 @@ PATH = re.compile(
 )
 DIFF = re.compile(r"^```diff\n.*?^```$", re.MULTILINE | re.DOTALL)
 # Guides name these files, which their readers create.
-CREATED = re.compile(r"/(mine|fasta|yogi|inverse_sqrt)\b")
+CREATED = re.compile(r"/(mine|fasta|focal|yogi|inverse_sqrt)\b")
 PAGES = ["README.md", "CONTRIBUTING.md", "docs/guides/*.md"]
 SOURCES = ["train/**/*.py", "model/**/*.py", "data/**/*.py", "launch/**/*.py"]
 

@@ -27,7 +27,7 @@ train.core.loss train.core.rows train.core.numerics train.core.step \
 train.core.eval_step train.core.router_balance train.core.layout train.core.program \
 train.core.feed train.core.model_flops train.core.phases train.core.services \
 train.core.due train.core.log_window train.core.loop train.runtime \
-train.optimizers train.resolve \
+train.optimizers train.losses train.resolve \
 train.evaluate.validation train.evaluate.harness train.evaluate.tasks train.describe \
 train.sample.generate train.sample.prompts
     train.distributed
@@ -57,20 +57,21 @@ RANK = {
 # These limits count the lines that a module reaches by imports, including imports
 # inside functions. A limit may only fall: lower it when a change allows it.
 MAX_REACHED_LINES = {
-    "model.gpt": 4_500,
-    "train.core.step": 6_700,
-    "train.core.program": 7_200,
-    "train.core.loop": 11_000,
-    "train.start": 25_800,
+    "model.gpt": 4_300,
+    "train.core.step": 6_600,
+    "train.core.program": 7_100,
+    "train.core.loop": 10_800,
+    "train.start": 25_700,
 }
 MAX_CONFIG_TAKERS = 32  # functions that take the whole config; this may only fall too
-MAX_CORE_LINES = 10_000  # with the dataclasses of the config
+MAX_CORE_LINES = 9_800  # with the dataclasses of the config
 CORE = ("model", "train.core")
 # The core imports only itself, the config's dataclasses, the batch type and its shapes,
 # and these modules that write to the terminal or end the program.
 CORE_MAY = (*CORE, "train.config", "data.config", "data.batch", "data.phases")
 CORE_MAY += ("train.console", "train.errors", "train.units")
 PARTS = ("model.parts", "model.catalog", "model.mixer_catalog", "train.optimizers")
+PARTS += ("train.losses",)
 # What only a catalog brings does not count for these modules.
 WITHOUT_CATALOGS = ("train.start",)
 # Code outside these folders imports only their PUBLIC_MODULES (see `__init__.py`).
@@ -241,8 +242,8 @@ def module_of(files: dict[str, Path], name: str) -> str:
     return name if name in files else name.rpartition(".")[0]
 
 
-def test_only_their_catalog_knows_the_optimizers(files):
-    room = "train.optimizers"
+@pytest.mark.parametrize("room", ["train.optimizers", "train.losses"])
+def test_only_their_catalog_knows_the_parts_of_a_room(files, room):
     for module, path in files.items():
         if not module.startswith(room):
             names = {name for name in imports(path) if name.startswith(room)}

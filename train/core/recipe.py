@@ -12,7 +12,7 @@ class Recipe(NamedTuple):
     """The settings of a step.
 
     accumulation_steps: the number of microbatches in a step.
-    token_loss: what a step minimizes, as a function of each target's logits.
+    token_loss: the loss of a token, whose mean a step minimizes.
     loss_chunk_tokens: the largest number of positions of a row whose logits exist at
         once. None leaves the choice to the loss (train/core/loss/form.py).
     skip_sigma: the standard deviations above the mean of recent steps that make a

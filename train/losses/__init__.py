@@ -1,1 +1,1 @@
-"""The loss of a token that training minimizes, and the means to write another one."""
+"""The loss of a token: which one training minimizes, and how to write another."""

@@ -5,5 +5,5 @@ from train.core.loss.token_loss import CrossEntropy, TokenLoss
 
 
 def make_loss(train: TrainConfig) -> TokenLoss:
-    """Return the loss of a config."""
+    """Return the loss of a token, from the section `train` of a config."""
     return CrossEntropy(train.z_loss)

@@ -1,4 +1,4 @@
-"""Losses whose derivatives are computed from their values."""
+"""The loss of a token from its value alone: derivatives are automatic."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,27 +9,25 @@ from jaxtyping import Array, Float
 
 from train.core.loss.token_loss import LogitFactors, Tokens
 
-# Maps log Z and the target's logit, float32 arrays of one shape, to the loss of tokens.
-Value = Callable[[jax.Array, jax.Array], jax.Array]
-
 
 @dataclass(frozen=True)
 class DerivedLoss:
-    """A loss that is a function of each token's log Z and of its target's logit.
+    """A loss of a token with derivatives by automatic differentiation.
 
-    value: the function. It must hash by value, because traces are cached by it: use a
-        function of a module, or an instance of a frozen dataclass with `__call__`. Of
-        tokens without a target, neither the value nor the derivatives count.
+    value: maps log Z and the target's logit, float32 arrays of one shape, to the loss
+        of each token. Traces are cached by it, so it must hash by value: pass a
+        function of a module, or an instance of a frozen dataclass with `__call__`.
+        Whatever it returns for tokens without a target is ignored.
     """
 
-    value: Value
+    value: Callable[[jax.Array, jax.Array], jax.Array]
 
     def sum(self, tokens: Tokens, nats: Float[Array, ""]) -> Float[Array, ""]:
-        """Return the loss of all tokens, as `TokenLoss` describes."""
+        """Return the loss of all tokens, whose cross-entropies sum to `nats`."""
         return tokens.sum(self.value(tokens.log_z, tokens.target_logit))
 
     def factors(self, tokens: Tokens) -> LogitFactors:
-        """Return the derivatives. Those of a sum are those of each token."""
+        """Return the factors of the gradient of each token's loss."""
 
         def total(log_z: jax.Array, target_logit: jax.Array) -> jax.Array:
             return jnp.sum(self.value(log_z, target_logit))

@@ -51,7 +51,7 @@ def loss_sum(
         model: the model with bound parameters.
         batch: int32 [B, T] fields.
         execution: how the program runs the model.
-        token_loss: what is summed besides the cross-entropy.
+        token_loss: the loss of a token, as a function of its logits.
         chunk: the largest number of positions of a row whose logits exist at once.
             None chooses a form (train/core/loss/form.py).
         num_tokens: the number of ids that the tokenizer has. Larger ids only pad the

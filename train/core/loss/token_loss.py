@@ -1,4 +1,9 @@
-"""The loss of a token as a value, which train/losses/catalog.py chooses."""
+"""The loss of a token, which a step takes as a value (train/losses/catalog.py).
+
+It depends on the logits only through log Z, the logarithm of the softmax's sum, and
+through the target's logit. So its gradient is a multiple of the softmax minus a
+multiple of the target's one-hot vector, in tiles and in pieces of the vocabulary.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -9,9 +14,10 @@ from jaxtyping import Array, Bool, Float
 
 
 class Tokens(NamedTuple):
-    """What the loss of each token depends on.
+    """What the loss of tokens depends on. All arrays have one shape.
 
-    log_z: the logarithm of the softmax's sum, which depends on all logits.
+    log_z: the logarithm of the softmax's sum, in float32.
+    target_logit: the target's logit, in float32; zero without a target.
     """
 
     log_z: Float[Array, "*tokens"]
@@ -24,7 +30,9 @@ class Tokens(NamedTuple):
 
 
 class LogitFactors(NamedTuple):
-    """The factors of the two parts of the gradient of a token's logits.
+    """The factors of the two parts of the gradient by the logits of tokens.
+
+    Factors of tokens without a target are ignored.
 
     softmax: the derivative of the loss by log Z, which multiplies the probabilities.
     target: minus the derivative by the target's logit. None means 1.
@@ -34,7 +42,7 @@ class LogitFactors(NamedTuple):
     target: Float[Array, "*tokens"] | None = None
 
     def gradient(self, probabilities: jax.Array, is_target: jax.Array) -> jax.Array:
-        """Return the gradient of logits [*tokens, ids]."""
+        """Return the gradient by logits [*tokens, ids] of tokens with a target."""
         subtracted = is_target
         if self.target is not None:
             subtracted = jnp.where(is_target, self.target[..., None], 0.0)
@@ -50,20 +58,23 @@ class TokenLoss(Protocol):
         ...
 
     def factors(self, tokens: Tokens) -> LogitFactors:
-        """Return what the loss multiplies the parts of its gradient by."""
+        """Return the factors of the gradient of each token's loss."""
         ...
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The cross-entropy plus z_loss log²Z, which keeps logits from drifting (PaLM)."""
+    """The cross-entropy, plus log²Z times a weight.
+
+    z_loss: the weight, which keeps logits from drifting (PaLM, section 5).
+    """
 
     z_loss: float = 0.0
 
     def sum(self, tokens: Tokens, nats: Float[Array, ""]) -> Float[Array, ""]:
-        """Return the loss of all tokens, as `TokenLoss` describes."""
+        """Return the loss of all tokens, whose cross-entropies sum to `nats`."""
         return nats + self.z_loss * tokens.sum(jnp.square(tokens.log_z))
 
     def factors(self, tokens: Tokens) -> LogitFactors:
-        """Return the factors of the softmax, and 1 for the target."""
+        """Return the factors of the gradient of each token's loss."""
         return LogitFactors(1 + 2 * self.z_loss * tokens.log_z)

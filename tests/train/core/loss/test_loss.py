@@ -16,6 +16,7 @@ from model.catalog import MODEL_PARTS
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
 from train.core.loss.loss import loss_sum
+from train.core.loss.token_loss import CrossEntropy
 from train.core.rows import (
     REPLICATED,
     reduce_over_replicas,
@@ -52,7 +53,7 @@ def value_and_grads(program, params, batch, chunk):
     def local_value_and_grads(params, batch):
         def loss(params):
             model = bind(program.model, params)
-            sums = loss_sum(model, batch, execution, 0.1, chunk)
+            sums = loss_sum(model, batch, execution, CrossEntropy(0.1), chunk)
             return sums.losses[0], sums.nats[0]
 
         sums, grads = jax.value_and_grad(loss, has_aux=True)(params)

@@ -20,6 +20,7 @@ from train.core.loss import loss as loss_module
 from train.core.loss.form import LossForm, LossOptions
 from train.core.loss.pieces import sum_pieces
 from train.core.loss.tiles import sum_tiles
+from train.core.loss.token_loss import CrossEntropy
 from train.core.step import make_gradients
 
 V = 384
@@ -59,7 +60,8 @@ def compute(
     D = x.shape[1]
     config = ModelConfig(vocab_size=V, embed_dim=D, tied_head=tied, logit_soft_cap=cap)
     execution = Execution(Numerics(compute_dtype=jnp.dtype(dtype)))
-    options = LossOptions(form, config, execution, (), num_tokens, z_loss=Z_LOSS)
+    token_loss = CrossEntropy(Z_LOSS)
+    options = LossOptions(form, config, execution, (), num_tokens, token_loss)
 
     @jax.jit
     def run(x_BTD: jax.Array, head: jax.Array, targets_BT: jax.Array):
