@@ -1,4 +1,4 @@
-"""The optional parts of a start, as a value. No other module of a start names them."""
+"""Parts of a start, as a value. No other module of a start names them."""
 
 from collections.abc import Mapping
 
@@ -6,6 +6,9 @@ from data.config import DataConfig
 from model.config import ModelConfig
 from model.execution import Execution
 from train.config import EvalConfig
+from train.distributed.joining import join
+from train.evaluate.results import compute_results, print_results
+from train.run.profiles import Profiler
 from train.start_parts import ChooseLayout, InitialWeights, MakeTasks, StartParts
 
 
@@ -40,4 +43,8 @@ START_PARTS = StartParts(
     load_tasks=_load_tasks,
     layout_chooser=_layout_chooser,
     check_kernels=_check_kernels,
+    join=join,
+    open_profiler=Profiler,
+    compute_results=compute_results,
+    print_results=print_results,
 )

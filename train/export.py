@@ -62,7 +62,7 @@ def main(config: ExportConfig) -> int:
             folder is not empty, or `tokenizers` is not installed.
         DataError: if the exported tokenizer returns other ids than the run's tokenizer.
     """
-    from train.distributed.processes import join
+    from train.distributed.joining import join
     from train.load_run import load_run
     from train.pretrained.families import family_of
     from train.pretrained.folder import require_empty_folder, write_folder

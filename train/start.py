@@ -31,11 +31,10 @@ from train.core.state import TrainState, best_params
 from train.describe import describe_data, describe_program
 from train.distributed.peers import Peers
 from train.distributed.preemption import Crash, Preemption
-from train.distributed.processes import Cluster, join
+from train.distributed.processes import Cluster
 from train.distributed.watchdog import Watchdog
 from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake, exit_code
 from train.evaluate.evaluator import Evaluator
-from train.evaluate.results import compute_results, print_results
 from train.evaluate.validation import as_metrics
 from train.hardware.chips import peak_flops
 from train.identity import run_dir
@@ -45,7 +44,6 @@ from train.resolve.program import ConfiguredProgram, make_program
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.folder import run_folder
-from train.run.profiles import Profiler
 from train.run.starts import (
     checkpoint_metadata,
     document_start_of,
@@ -72,7 +70,7 @@ def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> 
         Exit: if the run ends for another known reason.
     """
     with closing(Preemption()) as preemption:
-        cluster = join(config.distributed, run_dir(config), preemption.hold)
+        cluster = START_PARTS.join(config.distributed, run_dir(config), preemption.hold)
         preemption.connect(cluster)
         set_up(config.runtime)
         folder = run_folder(settled_run_dir(config))
@@ -100,7 +98,7 @@ def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> 
                 finished = run.continuation.finished
                 code = 0 if finished else _start(prepared, run, preemption, watchdog)
         if code == 0 and cluster.is_leader:
-            print_results(
+            START_PARTS.print_results(
                 read_results(run.path), command, run.path, config.schedule, config.run
             )
         return code
@@ -184,7 +182,9 @@ class _PreparedStart:
             ),
             watch=self.watchdog,
             scorer=self.evaluator,
-            open_profiler=partial(Profiler, self.run, self.cluster, self.preemption),
+            open_profiler=partial(
+                START_PARTS.open_profiler, self.run, self.cluster, self.preemption
+            ),
             peak_flops=None if peak is None else peak * program.mesh.size,
         )
 
@@ -265,7 +265,9 @@ def _train(start: _PreparedStart) -> int:
         if task_scores:
             run.log(step, task_scores)
     with start.phase("eval", "close"):
-        values = compute_results(program, params, start.sources, step, evaluations)
+        values = START_PARTS.compute_results(
+            program, params, start.sources, step, evaluations
+        )
         run.write_results(values | task_scores)
     return 0
 

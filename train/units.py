@@ -1,6 +1,6 @@
-"""Format bytes, counts, FLOPs and durations for people."""
+"""Format bytes, counts, FLOPs, durations and lists for people."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def format_bytes(size: float) -> str:
@@ -59,3 +59,9 @@ def few(names: Sequence[str], limit: int = 3) -> str:
     """Join the first names of a list, and say how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def process_names(processes: Iterable[int]) -> str:
+    """Format numbers as `process 3` or `processes 3, 5, 6`, at most ten of them."""
+    numbers = [*map(str, sorted(processes))]
+    return f"process{'es' * (len(numbers) > 1)} {few(numbers, limit=10)}"

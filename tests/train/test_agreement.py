@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 PRELUDE = """
 import os, signal, sys, time
 import jax
-from train.distributed.processes import join
+from train.distributed.joining import join
 from train.cli.command import compose, configure_logging
 from train.core.services import SAVE
 from train.distributed.preemption import Preemption

@@ -2,6 +2,7 @@
 
 # Code outside this folder imports only these modules of it.
 PUBLIC_MODULES = (
+    "joining",
     "messages",
     "peers",
     "preemption",

@@ -12,7 +12,6 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Iterable
 
 from train.distributed.arrivals import Arrivals, send
 from train.distributed.messages import (
@@ -26,7 +25,7 @@ from train.distributed.messages import (
     verdict_line,
 )
 from train.errors import ABORTED, WRONG_CONFIG, Exit
-from train.units import few
+from train.units import process_names
 
 log = logging.getLogger(__name__)
 
@@ -150,12 +149,6 @@ class _Lines:
             self._received += data
         line, _, self._received = self._received.partition(b"\n")
         return line + b"\n"
-
-
-def process_names(processes: Iterable[int]) -> str:
-    """Format numbers as `process 3` or `processes 3, 5, 6`, at most ten of them."""
-    numbers = [*map(str, sorted(processes))]
-    return f"process{'es' * (len(numbers) > 1)} {few(numbers, limit=10)}"
 
 
 def _allow_open_files(needed: int) -> None:

@@ -95,7 +95,7 @@ def evaluate_mistakes(config: EvaluateConfig) -> list[Mistake]:
 
 def main(config: EvaluateConfig) -> int:
     """Score a checkpoint on validation sets or on tasks; print and save the scores."""
-    from train.distributed.processes import join
+    from train.distributed.joining import join
 
     run = run_dir(Config(run=config.run))
     cluster = join(config.distributed, run, lambda: None)

@@ -2,13 +2,12 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from data.batches import num_validation_batches
 from data.sources import Sources
 from train.core.services import Validation
-from train.evaluate.results import validation_line
 from train.evaluate.validation import (
     Score,
     all_sets,
@@ -18,6 +17,7 @@ from train.evaluate.validation import (
 )
 from train.resolve.program import ConfiguredProgram
 from train.run.validations import FINAL, PART, WHOLE, Validations
+from train.run.validations import Validation as RecordedValidation
 from train.start_parts import TaskScores
 from train.units import format_seconds
 
@@ -52,7 +52,7 @@ class Evaluator:
         self._newest = self._evaluate(params, num_batches)
         return Validation(
             metrics=as_metrics(self._newest, PART),
-            line=validation_line(step, self._newest, self._earlier()),
+            line=_validation_line(step, self._newest, self._earlier()),
             loss=self._newest[""].loss,
             num_targets=self._newest[""].num_targets,
         )
@@ -107,3 +107,18 @@ class Evaluator:
             self._heartbeat()
 
         return evaluate_all(self._program, params, self._sources, num_batches, beat)
+
+
+def _validation_line(
+    step: int, scores: Mapping[str, Score], earlier: Validations
+) -> str:
+    """Return one line with an evaluation's scores and the best earlier loss."""
+    score = scores[""]
+    best = earlier.best
+    phrases = [f"{RecordedValidation(step, score.loss, score.bits_per_byte)}"]
+    phrases += [f"{name} {score.loss:.4f}" for name, score in scores.items() if name]
+    if best and earlier.targets == score.num_targets:
+        earlier_best = f"best {best.loss:.4f} at step {best.step:,}"
+        is_best = score.loss < best.loss
+        phrases.append("the best so far" if is_best else earlier_best)
+    return f"step {step:,}  validation {'; '.join(phrases)}"

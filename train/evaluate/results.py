@@ -20,14 +20,7 @@ from train.resolve.program import ConfiguredProgram
 from train.run.evaluations import format_scores
 from train.run.goodput import goodput_of
 from train.run.metrics import read_events
-from train.run.validations import (
-    PART,
-    TITLES,
-    WHOLE,
-    Validation,
-    Validations,
-    read_validations,
-)
+from train.run.validations import PART, TITLES, WHOLE, read_validations
 from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows
 from train.units import format_bytes
@@ -153,21 +146,6 @@ def print_results(
         print("sample")
     print("\n".join(f"  | {line}" for line in printable(values["sample"]).split("\n")))
     print(f"to go on    {_with_overrides(command, overrides)}", flush=True)
-
-
-def validation_line(
-    step: int, scores: Mapping[str, Score], earlier: Validations
-) -> str:
-    """Return one line with an evaluation's scores and the best earlier loss."""
-    score = scores[""]
-    best = earlier.best
-    phrases = [f"{Validation(step, score.loss, score.bits_per_byte)}"]
-    phrases += [f"{name} {score.loss:.4f}" for name, score in scores.items() if name]
-    if best and earlier.targets == score.num_targets:
-        earlier_best = f"best {best.loss:.4f} at step {best.step:,}"
-        is_best = score.loss < best.loss
-        phrases.append("the best so far" if is_best else earlier_best)
-    return f"step {step:,}  validation {'; '.join(phrases)}"
 
 
 def score_lines(metrics: Mapping[str, Any]) -> list[str]:
