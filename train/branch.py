@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, make_dataclass, replace
+from functools import partial
 
 from etils import epath
 
@@ -94,6 +95,7 @@ def _directory(run: RunConfig, step: epath.Path) -> str:
 
 def main(config: Config) -> int:
     """Start or continue the branch, and return the exit code."""
+    from train.run.branch import begin_branch
     from train.run.folder import run_folder
     from train.start import start_run
 
@@ -104,7 +106,7 @@ def main(config: Config) -> int:
         raise ConfigError([Mistake("run.name", config.run.name, rule)])
     config = replace(training_config(config), run=replace(config.run, dir=run_dir))
     command = shlex.join(["python", "-m", "train.branch", *sys.argv[1:]])
-    return start_run(config, command, step)
+    return start_run(config, command, partial(begin_branch, step))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from etils import epath
-
 from data.batches import Order, batch_number
 from data.errors import DataError
 from data.sources import Sources
@@ -44,22 +42,19 @@ from train.resolve.program import ConfiguredProgram, make_program
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.folder import run_folder
-from train.run.starts import (
-    checkpoint_metadata,
-    document_start_of,
-    read_results,
-)
+from train.run.starts import document_start_of, read_results
+from train.run.this_start import Begin, ThisStart
 from train.run.validations import PART
 from train.runtime import set_up
 
 log = logging.getLogger(__name__)
 
 
-def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> int:
+def start_run(config: Config, command: str, begin: Begin | None = None) -> int:
     """Start a run, or continue the run of the same name.
 
     `command` is the command line. The printed results show it with the overrides that
-    continue training. `trunk` is the folder of the checkpoint that a branch continues.
+    continue training. `begin` copies the checkpoint that a branch continues.
 
     Returns:
         The exit code: 0 finished, 42 preempted, 130 stopped by a person, 3 diverged.
@@ -82,8 +77,7 @@ def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> 
                 replace(config, data=data), cluster, START_PARTS, watchdog.beat
             )
             config = prepared.config
-            sources = prepared.sources
-            if trunk is None:
+            if begin is None:
                 prepared.check_initial_weights(folder)
             if config.runtime.prove_kernels:
                 execution = prepared.program.execution
@@ -92,9 +86,8 @@ def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> 
                         config.model, config.data, execution
                     )
                 )
-            with open_run(
-                config, sources, cluster, preemption, trunk=trunk, beat=watchdog.beat
-            ) as run:
+            start = ThisStart(run_folder(run_dir(config)), config, prepared.sources)
+            with open_run(start, cluster, preemption, begin, watchdog.beat) as run:
                 finished = run.continuation.finished
                 code = 0 if finished else _start(prepared, run, preemption, watchdog)
         if code == 0 and cluster.is_leader:
@@ -165,9 +158,7 @@ class _PreparedStart:
             phases=self.phases,
             batches=self.order,
             saves=self.checkpoints,
-            metadata=checkpoint_metadata(
-                config,
-                self.sources,
+            metadata=self.run.this_start.checkpoint_metadata(
                 program.mesh.shape,
                 self.run.continuation.schedule_steps,
                 self.run.branch,
@@ -302,7 +293,7 @@ def _find_state(start: _PreparedStart) -> TrainState:
             # 3: the weights of init_from. 4: a fresh initialisation.
             init_from = program.config.init_from
             state = _start_from(init_from, start) if init_from else program.init()
-        run.start_at(step, start.sources)
+        run.start_at(step)
     return state
 
 

@@ -16,6 +16,7 @@ PUBLIC_MODULES = (
     "report",
     "restore",
     "starts",
+    "this_start",
     "validations",
     "versions",
 )

@@ -6,7 +6,6 @@ trunk is only read, and only until the copy is complete: `branch.json` and each
 checkpoint of the branch record its origin, with the trunk's config at that time.
 """
 
-import json
 import logging
 import uuid
 from collections.abc import Callable, Mapping
@@ -20,36 +19,33 @@ from etils import epath
 from data.config import DataConfig
 from data.errors import DataError
 from data.phases import Phase, batch_number, phases_of
-from data.sources import Sources
-from data.storage import NotAFileError, copy_file, is_remote, write_atomically
+from data.storage import NotAFileError, copy_file, is_remote
 from train.cli.schema import config_yaml, read_yaml
 from train.config import Config, DistributedConfig, RunConfig
 from train.core.optimizer.schedule import Factor, make_schedule
 from train.errors import CRASHED, ConfigError, Exit, Mistake
 from train.identity import ALLOWED, config_differences
 from train.masking import mask
-from train.records import read_record
 from train.run.continuation import check_changes
 from train.run.digests import (
     copy_step,
     is_sealed,
     misplacement,
-    newest_description,
     read_description,
     saved_steps,
 )
 from train.run.jsonl_reader import part_paths
+from train.run.origin import read_origin, recorded_origin, write_origin
 from train.run.starts import (
-    checkpoint_metadata,
     existing_run,
     read_run,
     recorded_run_id,
     start_numbers,
 )
+from train.run.this_start import ThisStart
 
 log = logging.getLogger(__name__)
 
-RECORD = "branch.json"
 _ALLOWED = {
     *ALLOWED,
     *("schedule", "optimizer.learning_rate", "optimizer.muon_learning_rate"),
@@ -78,54 +74,24 @@ def base_config(path: epath.Path | None, step: epath.Path) -> str:
     return config_yaml(replace(base, data=data, **own))
 
 
-def read_origin(path: epath.Path) -> dict[str, Any] | None:
-    """Return the content of a branch's `branch.json`; None if the run is not a branch.
-
-    If the file is missing or damaged, the newest checkpoint provides the content.
-    """
-    if (origin := _recorded_origin(path)) is not None:
-        return origin
-    return _checked(newest_description(path / "checkpoints")[1].get("branch"))
-
-
-def _recorded_origin(path: epath.Path) -> dict[str, Any] | None:
-    try:
-        return _checked(read_record(path / RECORD, ""))
-    except DataError:
-        return None
-
-
-def _checked(origin: Any) -> dict[str, Any] | None:
-    """Return the content of a `branch.json`; None if its types are wrong."""
-    is_whole = (
-        isinstance(origin, dict)
-        and isinstance(origin.get("run"), str)
-        and isinstance(origin.get("step"), int)
-        and isinstance(origin.get("config"), str)
-    )
-    return origin if is_whole else None
-
-
 def begin_branch(
-    path: epath.Path,
-    config: Config,
-    sources: Sources,
-    step: epath.Path,
-    beat: Callable[[], object],
+    step: epath.Path, branch: ThisStart, beat: Callable[[], object]
 ) -> None:
     """Copy the trunk's checkpoint and metrics, unless the branch has begun already.
 
     Logs a warning if the learning rate jumps where the branch begins.
 
-    `path` is the branch's directory, which this process owns, `sources` is its data,
-    and `step` is the folder of the checkpoint. `beat` is called after each copied file.
+    `step` is the folder of the checkpoint. `branch` is a start of the branch, whose
+    directory this process owns. `beat` is called after each copied file.
 
     Raises:
         ConfigError: there is no such checkpoint, the branch changes a key that it may
-            not change, or `path` is another run.
+            not change, or its directory is that of another run.
         DataError: the data is not that of the trunk, or the checkpoint is damaged.
         Exit: CRASHED, if the checkpoint cannot be copied.
     """
+    path = branch.path
+    config = branch.config
     checkpoints, run = step.parents[:2]
     trunk = f"{run}@{step.name}"
     has_begun = _has_begun(path)
@@ -134,9 +100,9 @@ def begin_branch(
         rule = f"is the directory of a run that is not a branch of {trunk}; choose "
         raise ConfigError([Mistake("run.dir", str(path), f"{rule}another run.name")])
     if has_begun and origin is not None:
-        if _recorded_origin(path) is None:  # the file is lost, or damaged
+        if recorded_origin(path) is None:  # the file is lost, or damaged
             with suppress(OSError):
-                _write_record(path, origin)
+                write_origin(path, origin)
         return
     if is_remote(path) and not is_remote(run):
         rule = f"must be a local folder, because the trunk {run} is one"
@@ -145,8 +111,8 @@ def begin_branch(
         old, saved = _trunk(step)
         origin = {"run": mask(str(run)), "run_id": recorded_run_id(run)}
         origin |= {"step": int(step.name), "config": base_config(None, step)}
-        metadata = _metadata(step, old, saved, config, sources) | {"branch": origin}
-        _write_record(path, origin)
+        metadata = _metadata(step, old, saved, branch) | {"branch": origin}
+        write_origin(path, origin)
         for part in part_paths(run, "metrics").values():
             copy_file(part, path / part.relative_to(run))
         copy_step(step, path / "checkpoints" / step.name, metadata, beat)
@@ -168,10 +134,6 @@ def begin_branch(
         make_schedule(schedule, config.train.num_steps),
         make_schedule(old_schedule, saved["schedule_steps"]),
     )
-
-
-def _write_record(path: epath.Path, origin: Mapping[str, Any]) -> None:
-    write_atomically(path / RECORD, json.dumps(origin, indent=1) + "\n")
 
 
 def _has_begun(path: epath.Path) -> bool:
@@ -215,11 +177,7 @@ def _trunk(step: epath.Path) -> tuple[Config, dict[str, Any]]:
 
 
 def _metadata(
-    step: epath.Path,
-    old: Config,
-    saved: Mapping[str, Any],
-    config: Config,
-    sources: Sources,
+    step: epath.Path, old: Config, saved: Mapping[str, Any], branch: ThisStart
 ) -> dict[str, Any]:
     """Return what the description of a branch's first checkpoint says of the branch.
 
@@ -228,6 +186,7 @@ def _metadata(
     Raises:
         ConfigError, DataError: as `begin_branch`.
     """
+    config = branch.config
     if config.train.num_steps <= int(step.name):
         rule = f"must be above {step.name}, the step at which the branch begins"
         raise ConfigError([Mistake("train.num_steps", config.train.num_steps, rule)])
@@ -236,10 +195,8 @@ def _metadata(
     is_same = _batches_before(number, old.data) == _batches_before(number, config.data)
     allowed = _ALLOWED | _BATCH_KEYS if is_same else _ALLOWED - _BATCH_KEYS
     changes = config_differences(old, config, allowed)
-    check_changes(run, old, config, sources=sources, last_start=saved, changes=changes)
-    mesh = saved["mesh"]
-    num_steps = config.train.num_steps
-    metadata = checkpoint_metadata(config, sources, mesh, num_steps)
+    check_changes(run, changes, branch, saved_model=old.model, last_start=saved)
+    metadata = branch.checkpoint_metadata(saved["mesh"], config.train.num_steps)
     return metadata | {"run_id": uuid.uuid4().hex}
 
 

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from etils import epath
 
-from data.sources import Sources
 from model.catalog import MODEL_PARTS
 from model.config import ModelConfig
 from model.gpt import abstract_gpt, params_of
 from model.params import named
-from train.config import Config, Schedule, ScheduleConfig
+from train.config import Schedule, ScheduleConfig
 from train.core.optimizer.schedule import make_schedule
 from train.errors import ConfigError, Mistake
 from train.identity import ChangeKind, Difference, config_differences, refused
@@ -30,6 +29,7 @@ from train.run.starts import (
     read_results,
     yaml_value,
 )
+from train.run.this_start import ThisStart
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +59,15 @@ class Continuation(NamedTuple):
     evidence: str = ""
 
 
-def compare_with_run(
-    path: epath.Path, config: Config, sources: Sources
-) -> Continuation:
-    """Return how a start with this config continues the run; write nothing.
+def compare_with_run(start: ThisStart) -> Continuation:
+    """Return how a start continues its run; write nothing.
 
     Raises:
         ConfigError: changed keys would make this a different run; all are named.
         DataError: the data is not that of the run.
     """
+    path = start.path
+    config = start.config
     num_steps = config.train.num_steps
     skip_batches = config.data.skip_batches
     original = first_config(path)
@@ -91,7 +91,7 @@ def compare_with_run(
         saved_changes = config_differences(saved_config, config)
         changes += [change for change in saved_changes if change.key not in keys]
     check_changes(
-        path, original, config, sources=sources, last_start=last_start, changes=changes
+        path, changes, start, saved_model=original.model, last_start=last_start
     )
     earlier_skips = last_start.get("changes", {}).get("data.skip_batches")
     earlier_skips = earlier_skips or original.data.skip_batches
@@ -139,22 +139,25 @@ def compare_with_run(
 
 def check_changes(
     path: epath.Path,
-    original: Config,
-    config: Config,
-    *,
-    sources: Sources,
-    last_start: Mapping[str, Any],
     changes: list[Difference],
+    start: ThisStart,
+    *,
+    saved_model: ModelConfig,
+    last_start: Mapping[str, Any],
 ) -> None:
-    """Check the changes from a run's config to another one, and the data.
+    """Check the changes from a run's config to that of a start, and the data.
 
-    `sources` is the data of the other config, and `last_start` the record of the run's
-    last start. The data may differ from that of the run if this start changes it.
+    `path` is the directory of the run that the start continues: its own, or the trunk
+    of a branch that begins. `saved_model` is the model of this run, and `last_start`
+    the record of its last start. The data may differ from that of the run if `start`
+    changes it.
 
     Raises:
         ConfigError: changed keys would make this a different run; all are named.
         DataError: the data is not that of the run.
     """
+    config = start.config
+    sources = start.sources
     if last_start.get("data_fingerprints") == sources.fingerprints:
         changes = [
             c._replace(kind=ChangeKind.allowed) if _DATA_PATH.fullmatch(c.key) else c
@@ -162,7 +165,7 @@ def check_changes(
         ]
     if refused_changes := refused(changes, config.run.allow_change):
         raise ConfigError(
-            _refusals(refused_changes, path, saved=original.model, wanted=config.model)
+            _refusals(refused_changes, path, saved=saved_model, wanted=config.model)
         )
     earlier_changes = last_start.get("changes", {})
     new_choices = [

@@ -1,6 +1,6 @@
 """The directory of a run, open for one start: its lease, logs and results.
 
-Only process 0 reads and writes; it broadcasts what the others need. run/starts.py has
+Only process 0 reads and writes; it broadcasts what the others need. run/starts.py reads
 the records of starts, and run/continuation.py decides whether a start may continue.
 """
 
@@ -17,19 +17,17 @@ from etils import epath
 
 from data.errors import DataError
 from data.phases import tokens_before
-from data.sources import Sources
 from data.storage import write_atomically
 from train.config import Config
 from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster
 from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
-from train.identity import run_dir, run_name
+from train.identity import run_name
 from train.masking import mask, mask_values
 from train.records import json_compatible
-from train.run.branch import begin_branch, read_origin
 from train.run.catalog import VIEWS
 from train.run.continuation import Continuation, compare_with_run
-from train.run.folder import check_layout, run_folder
+from train.run.folder import check_layout
 from train.run.jsonl import Appender
 from train.run.lease import Lease, take_lease
 from train.run.metrics import (
@@ -39,7 +37,9 @@ from train.run.metrics import (
     read_events,
     tokens_at,
 )
-from train.run.starts import record_start, start_numbers
+from train.run.origin import read_origin
+from train.run.starts import start_numbers
+from train.run.this_start import Begin, ThisStart
 from train.run.trackers.writer import TrackedRun
 from train.run.validations import (
     Validations,
@@ -58,15 +58,15 @@ _MAX_CRASHES = 3  # consecutive crashes at one step that end the run for good
 class RunDir:
     """A run's directory, open for one start.
 
-    config: the config; its data.skip_batches includes the batches of earlier starts.
+    this_start: the start; its config's data.skip_batches includes the batches of
+        earlier starts.
     lease: the claim on the run; None except on process 0.
     write: whether this is process 0.
     validations: the evaluations so far, on process 0.
     branch: the content of branch.json; None if the run is not a branch.
     """
 
-    path: epath.Path
-    config: Config
+    this_start: ThisStart
     continuation: Continuation
     events: EventLog
     write: bool
@@ -80,7 +80,17 @@ class RunDir:
         """Prepare the report that a thread writes during training."""
         self.report = VIEWS.open_report(self.path)
 
-    def start_at(self, step: int, sources: Sources) -> None:
+    @property
+    def path(self) -> epath.Path:
+        """The run's directory."""
+        return self.this_start.path
+
+    @property
+    def config(self) -> Config:
+        """The config of this start."""
+        return self.this_start.config
+
+    def start_at(self, step: int) -> None:
         """Record this start, which continues after `step` updates, and open the logs.
 
         Lines of later steps are dropped. If `step` is the last, its score is dropped
@@ -91,12 +101,9 @@ class RunDir:
             continuation = self.continuation
             at_end = step == self.config.train.num_steps
             try:
-                record_start(
-                    self.path,
-                    self.config,
-                    sources,
-                    start=number,
-                    schedule_steps=continuation.schedule_steps,
+                self.this_start.record(
+                    number,
+                    continuation.schedule_steps,
                     run_id=continuation.run_id,
                     step=step,
                 )
@@ -247,17 +254,16 @@ class RunDir:
 
 @contextmanager
 def open_run(
-    config: Config,
-    sources: Sources,
+    start: ThisStart,
     cluster: Cluster,
     preemption: Preemption,
-    trunk: epath.Path | None = None,
+    begin: Begin | None = None,
     beat: Callable[[], object] = lambda: None,
 ) -> Iterator[RunDir]:
     """Open the run's directory, new or existing, on all processes.
 
-    `preemption` closes the directory before it ends the process. A branch begins with a
-    copy of the folder `trunk`, a checkpoint; `beat` is called after each copied file.
+    `preemption` closes the directory before it ends the process. `begin` is called for
+    a run that begins with something existing, and calls `beat` after each copied file.
 
     Raises:
         Exit: OWNED, if another process owns the run; CRASHED, if the directory cannot
@@ -265,7 +271,8 @@ def open_run(
         ConfigError: changed keys would make this a different run; all are named.
         DataError: the run has other data, or a small file of the run is damaged.
     """
-    path = run_folder(run_dir(config))
+    path = start.path
+    config = start.config
 
     def on_lost(reason: str) -> None:
         log.error(reason)
@@ -284,11 +291,10 @@ def open_run(
         )
         if lease:
             stack.callback(lease.close)
-        if trunk is not None:
-            begin = partial(begin_branch, path, config, sources, trunk)
-            cluster.broadcast_progress(begin, beat)
+        if begin is not None:
+            cluster.broadcast_progress(partial(begin, start), beat)
         branch = cluster.broadcast(lambda: read_origin(path))
-        fields = cluster.broadcast(lambda: compare_with_run(path, config, sources))
+        fields = cluster.broadcast(lambda: compare_with_run(start))
         continuation = Continuation(*fields)
         data = replace(config.data, skip_batches=continuation.skip_batches)
         try:
@@ -298,8 +304,7 @@ def open_run(
         except OSError as error:
             raise Exit(CRASHED, f"{path}: cannot be written: {error}") from error
         run = RunDir(
-            path,
-            config=replace(config, data=data),
+            replace(start, config=replace(config, data=data)),
             continuation=continuation,
             events=events or EventLog(path, write=False),
             write=cluster.is_leader,

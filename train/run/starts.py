@@ -1,4 +1,4 @@
-"""Read and write the records of a run's starts.
+"""Read the records of a run's starts, which run/this_start.py writes.
 
 `config.yaml` is the config of the first start and is never rewritten. Start n writes
 `starts/<n>.yaml`: the keys that differ from the first start, the fingerprints of its
@@ -8,27 +8,18 @@ missing, the newest checkpoint provides the values. run/continuation.py decides 
 a start may continue.
 """
 
-import datetime
-import json
 import logging
-import platform
-import socket
-import subprocess
-import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import yaml
 from etils import epath
 
 from data.config import DataConfig
 from data.errors import DataError
 from data.names import numbers_in
 from data.sources import Sources
-from data.storage import StorageError, write_atomically
-from train.cli.schema import config_yaml, read_yaml
+from data.storage import StorageError
+from train.cli.schema import read_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import config_differences
@@ -36,7 +27,6 @@ from train.records import damaged, read_record, record_or_warn
 from train.run.digests import newest_description
 from train.run.folder import access_error, check_layout, check_store, run_folder
 from train.run.metrics import read_events
-from train.run.versions import versions
 
 log = logging.getLogger(__name__)
 
@@ -219,80 +209,8 @@ def read_results(path: epath.Path) -> dict[str, Any]:
     return results
 
 
-def record_start(
-    path: epath.Path,
-    config: Config,
-    sources: Sources,
-    start: int,
-    schedule_steps: int,
-    run_id: str | None = None,
-    step: int = 0,
-) -> None:
-    """Write `starts/<start>.yaml`, and `config.yaml` if it is missing.
-
-    `step` is the step that the start continues.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    import jax  # commands that only read a run need no JAX
-
-    original = first_config(path) or config
-    if not (path / "config.yaml").exists():
-        write_atomically(path / "config.yaml", config_yaml(original))
-    changes = config_differences(original, config)
-    record = {
-        "time": datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat(),
-        "host": socket.gethostname(),
-        "processes": jax.process_count(),
-        "devices": [str(device) for device in jax.devices()],
-        "changes": {change.key: yaml_value(change.new) for change in changes},
-        "data_fingerprints": sources.fingerprints,
-        "schedule_steps": schedule_steps,
-        "run_id": run_id,
-        "step": step,
-        "git_commit": _git_commit(),
-        "python": platform.python_version(),
-        "versions": versions(),
-        "mesh": json.loads(json.dumps(asdict(config.mesh))),  # enums become strings
-    }
-    write_atomically(path / "starts" / f"{start}.yaml", yaml.safe_dump(record))
-
-
-def checkpoint_metadata(
-    config: Config,
-    sources: Sources,
-    mesh: Mapping[str, int],
-    schedule_steps: int,
-    branch: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the JSON that is saved with a checkpoint.
-
-    `branch` is the content of branch.json if the run is a branch.
-    """
-    return {
-        "config": config_yaml(config),
-        "data_fingerprint": sources.fingerprint,
-        "data_fingerprints": sources.fingerprints,
-        "schedule_steps": schedule_steps,
-        "mesh": dict(mesh),
-        "versions": versions(),
-        **({} if branch is None else {"branch": branch}),
-    }
-
-
 def yaml_value(value: object) -> object:
     """Return a config value in the form that records of starts use."""
     if isinstance(value, list | tuple):
         return [yaml_value(member) for member in value]
     return value if isinstance(value, int | float | None) else str(value)
-
-
-def _git_commit() -> str | None:
-    describe = ["describe", "--always", "--dirty", "--abbrev=40"]
-    command = ["git", "-C", str(Path(__file__).parents[1]), *describe]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() or None
