@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from model.config import ModelConfig
 from train.config import Config, MeshConfig, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError
 from train.identity import run_dir
+from train.resolve.mesh import Device
 from train.resolve.program import ConfiguredProgram, make_program
 from train.run.folder import run_folder
 from train.run.restore import SavedSteps
@@ -90,7 +92,13 @@ def make_program_here(
         ConfigError: if the program fits no mesh of these devices.
     """
     try:
-        return _make_on_fitting_mesh(config, num_tokens)
+        return _make_on_fitting_mesh(
+            config.mesh,
+            config.data.batch_size,
+            lambda mesh, devices: make_program(
+                replace(config, mesh=mesh), devices, num_tokens=num_tokens
+            ),
+        )
     except ConfigError as error:
         refused_keys = {mistake.key for mistake in error.mistakes}
         if not (replacements := _replacements(config.model, refused_keys)):
@@ -116,24 +124,29 @@ def _replacements(model: ModelConfig, refused_keys: set[str]) -> dict[str, Any]:
     }
 
 
-def _make_on_fitting_mesh(config: Config, num_tokens: int | None) -> ConfiguredProgram:
-    """Return the program on the run's mesh, or on a mesh that fits these devices."""
+def _make_on_fitting_mesh(
+    run_mesh: MeshConfig,
+    batch_size: int,
+    make: Callable[[MeshConfig, Sequence[Device]], ConfiguredProgram],
+) -> ConfiguredProgram:
+    """Return the program on the run's mesh, or on a mesh that fits these devices.
+
+    `make` makes the program on a mesh of some devices.
+    """
     devices = jax.devices()
-    batch_size = config.data.batch_size
     refusal = ConfigError([])
     try:
-        if config.mesh.pipeline == 1:
-            return make_program(config, num_tokens=num_tokens)
+        if run_mesh.pipeline == 1:
+            return make(run_mesh, devices)
     except ConfigError as error:
         refusal = error
-    params = config.mesh.params
-    activations = config.mesh.activations
+    params = run_mesh.params
+    activations = run_mesh.activations
     mesh = MeshConfig(fsdp=-1, params=params, activations=activations)
-    config = replace(config, mesh=mesh)
     for count in range(len(devices), 0, -1):
         try:
             if batch_size % count == 0:
-                program = make_program(config, devices[:count], num_tokens=num_tokens)
+                program = make(mesh, devices[:count])
                 log.info("the run's mesh does not fit; using fsdp %d", count)
                 return program
         except ConfigError as error:

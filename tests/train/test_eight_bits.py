@@ -17,7 +17,7 @@ from tests.train.conftest import CUBE, take_steps
 from train.config import MESH_AXES
 from train.core.feed import place
 from train.errors import ConfigError
-from train.resolve.execution import choose_execution
+from train.resolve.execution import ExecutionChoice
 
 SMALL = ("data.batch_size=4", "data.sequence_length=32")
 CONTEXT = ("mesh.context=2", "mesh.data=1")
@@ -121,12 +121,12 @@ def test_a_chip_that_gains_nothing_refuses_eight_bits(
     sizes = dict.fromkeys(MESH_AXES, 1)
     if instead:
         with pytest.raises(ConfigError) as error:
-            choose_execution(config, device, sizes)
+            ExecutionChoice(config, device, sizes).execution()
         (mistake,) = error.value.mistakes
         assert mistake.key == "model.compute_dtype"
         assert mistake.rule.endswith(instead)
         return
-    numerics = choose_execution(config, device, sizes).numerics
+    numerics = ExecutionChoice(config, device, sizes).execution().numerics
     assert numerics.quantization == RECIPES[ComputeDtype(dtype)]()
     assert numerics.compute_dtype == numerics.activation_dtype == jnp.bfloat16
     experts = numerics.quantization if platform == "gpu" else None

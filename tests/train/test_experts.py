@@ -14,7 +14,7 @@ from tests.train.conftest import distance, take_steps
 from train.config import MESH_AXES
 from train.core.router_balance import balance_experts
 from train.errors import ConfigError
-from train.resolve.execution import choose_execution
+from train.resolve.execution import ExecutionChoice
 
 MOE = (
     *(*PLAIN, "model.router_aux_weight=0.1", "model.router_z_weight=0.01"),
@@ -91,7 +91,7 @@ def test_the_exchange_that_sends_less_is_chosen(
     config = configure([*MOE, "model.attention=xla", f"mesh.expert_exchange={asked}"])
     sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": devices}
     device = SimpleNamespace(platform=platform, device_kind="")
-    execution = choose_execution(config, device, sizes)
+    execution = ExecutionChoice(config, device, sizes).execution()
     assert execution.expert_exchange == found
 
 
@@ -100,7 +100,7 @@ def test_a_large_slice_of_v5e_gathers_tokens(configure, fsdp, found):
     sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": 4, "fsdp": fsdp}
     device = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
     config = configure([*MOE, "model.attention=xla"])
-    assert choose_execution(config, device, sizes).expert_exchange == found
+    assert ExecutionChoice(config, device, sizes).execution().expert_exchange == found
 
 
 def test_ragged_exchange_needs_small_slices_of_v5e(configure):
@@ -108,9 +108,10 @@ def test_ragged_exchange_needs_small_slices_of_v5e(configure):
     device = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
     config = configure([*MOE, SENT, "model.attention=xla"])
     with pytest.raises(ConfigError, match="expert_exchange=auto"):
-        choose_execution(config, device, sizes)
+        ExecutionChoice(config, device, sizes).execution()
     config = configure([*MOE, SENT, "model.attention=xla", "mesh.dcn.data=2"])
-    assert choose_execution(config, device, sizes).expert_exchange == "ragged"
+    execution = ExecutionChoice(config, device, sizes).execution()
+    assert execution.expert_exchange == "ragged"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from train.config import MESH_AXES, CheckpointConfig
 from train.core.layout import moments_of
 from train.distributed.replicas import compare_replicas, flip_bit, make_checksums
 from train.errors import ConfigError
-from train.resolve.execution import choose_execution
+from train.resolve.execution import ExecutionChoice
 from train.run.checkpoint import Checkpoints
 
 LAYERS = ("model.num_layers=2", "train.remat=full")
@@ -73,9 +73,9 @@ def test_moments_that_no_compiler_can_offload_are_refused(
     sizes = dict.fromkeys(MESH_AXES, 1)
     if refused:
         with pytest.raises(ConfigError, match=r"jax 0\.11 or later"):
-            choose_execution(config, device, sizes)
+            ExecutionChoice(config, device, sizes).execution()
     else:
-        choose_execution(config, device, sizes)
+        ExecutionChoice(config, device, sizes).execution()
 
 
 @pytest.mark.slow

@@ -50,13 +50,18 @@ def coordinates_mistakes(config: CoordinatesConfig) -> list[Mistake]:
 
 def main(config: CoordinatesConfig) -> int:
     """Train the models, print and draw the result, and return the exit code."""
+    from data.encoding import padded_vocab_size
+    from data.sources import encoding_of
     from train.coordinates.growth import compare_sizes
+    from train.coordinates.measure import ModelFamily
+    from train.resolve.program import settle
     from train.runtime import set_up
 
     set_up(config.runtime)
+    vocab_size = padded_vocab_size(encoding_of(config.data))
+    family = ModelFamily(settle(training_config(config), vocab_size))
     sizes = {"width": config.widths, "depth": config.depths}
-    training = training_config(config)
-    return compare_sizes(training, sizes, steps=config.steps, output=config.output)
+    return compare_sizes(family, sizes, steps=config.steps, output=config.output)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ import numpy as np
 from jaxtyping import Float
 
 from data.catalog import text_store
-from data.encoding import padded_vocab_size
-from data.sources import encoding_of, open_sources
-from train.config import Config
+from data.sources import open_sources
 from train.console import print_table
-from train.coordinates.measure import measure, resize
+from train.coordinates.measure import ModelFamily, measure
 from train.errors import FINISHED, NOT_PROVED, writing
 from train.page import write_page
-from train.resolve.program import make_program, settle
+from train.resolve.program import make_program
 from train.run.folder import run_folder
 from train.run.report import TEMPLATE, chart
 
@@ -31,12 +29,15 @@ Curves = Mapping[str, Sequence[tuple[int, float]]]
 
 
 def compare_sizes(
-    config: Config, sizes_by_axis: Mapping[str, Sequence[int]], steps: int, output: str
+    family: ModelFamily,
+    sizes_by_axis: Mapping[str, Sequence[int]],
+    steps: int,
+    output: str,
 ) -> int:
     """Train models, print tables, draw curves, and return the exit code.
 
     Args:
-        config: the run's config.
+        family: the models to compare.
         sizes_by_axis: "width" has ascending widths of models of optimizer.base_depth
             layers, and "depth" ascending depths of models of optimizer.base_width.
         steps: the number of updates of each model.
@@ -46,14 +47,13 @@ def compare_sizes(
         ConfigError: a model of one of the sizes breaks a rule, or the page cannot be
             written.
     """
-    config = settle(config, padded_vocab_size(encoding_of(config.data)))
     steep = list[str]()
     charts = dict[str, Any]()
     tables = list[Any]()
     for axis, sizes in sizes_by_axis.items():
         if not sizes:
             continue
-        curves = _measure_curves(config, axis, sizes, steps)
+        curves = _measure_curves(family, axis, sizes, steps)
         rows = list[list[str]]()
         for name, curve in curves.items():
             exponent = exponent_of(curve)
@@ -90,12 +90,13 @@ def exponent_of(curve: Sequence[tuple[int, float]]) -> float:
 
 
 def _measure_curves(
-    config: Config, axis: str, sizes: Sequence[int], steps: int
+    family: ModelFamily, axis: str, sizes: Sequence[int], steps: int
 ) -> Curves:
     """Train a model of each size, and return the curves of activations.
 
     A place that only one of the models has is left out.
     """
+    config = family.config
     optimizer = config.optimizer
     sources = open_sources(config.data, text_store)
     curves = defaultdict[str, list[tuple[int, float]]](list)
@@ -103,7 +104,7 @@ def _measure_curves(
         width = optimizer.base_width or config.model.embed_dim
         depth = optimizer.base_depth or _BASE_DEPTH
         width, depth = (size, depth) if axis == "width" else (width, size)
-        program = make_program(resize(config, width, depth), jax.devices()[:1])
+        program = make_program(family.resized(width, depth), jax.devices()[:1])
         activations = measure(program, sources, steps)
         print(f"trained     {width} wide, {depth} deep", flush=True)
         for place, pair in _by_place(axis, activations, depth).items():

@@ -1,6 +1,6 @@
 """Train a small model for a few steps, and measure its activations."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -39,36 +39,45 @@ class _Recorder(Taps):
         self._largest[name] = x.astype(jnp.float32)
 
 
-def resize(config: Config, width: int, depth: int) -> Config:
-    """Return a run's config with a model of another size, for one device.
+@dataclass(frozen=True)
+class ModelFamily:
+    """Models of several sizes, made from the config of a run.
 
-    The dims of heads and the number of experts stay. All other widths grow with the
-    model. Learning rates are constant and small, and products are in float32.
+    config: the config of the run, with its vocabulary size set (`settle`).
     """
-    model = config.model
-    data = config.data
-    optimizer = config.optimizer
-    inner = {f"model.{key}": getattr(model, key) for key in _INNER}
-    changes = {
-        **{k: n and max(1, n * width // model.embed_dim) for k, n in inner.items()},
-        **{f"mesh.{axis}": 1 for axis in MESH_AXES},
-        "mesh.dcn": DcnConfig(),
-        "model.embed_dim": width,
-        "model.num_layers": depth,
-        "model.dense_layers": min(model.dense_layers, depth - 1),
-        "model.high_precision_layers": (),
-        "model.compute_dtype": ComputeDtype.float32,
-        "model.param_dtype": Dtype.float32,
-        "data.batch_size": ROWS,
-        "data.sequence_length": min(LENGTH, data.sequence_length),
-        "data.batch_schedule": [],
-        "data.sequence_schedule": [],
-        "train.accumulation_steps": 1,
-        "optimizer.learning_rate": _RATE_FACTOR * optimizer.learning_rate,
-        "optimizer.muon_learning_rate": _RATE_FACTOR * optimizer.muon_learning_rate,
-    }
-    schedule = ScheduleConfig(name=Schedule.constant, warmup_steps=0)
-    return replace(config, schedule=schedule).with_values(changes)
+
+    config: Config
+
+    def resized(self, width: int, depth: int) -> Config:
+        """Return the run's config with a model of another size, for one device.
+
+        The dims of heads and the number of experts stay. All other widths grow with the
+        model. Learning rates are constant and small, and products are in float32.
+        """
+        model = self.config.model
+        data = self.config.data
+        optimizer = self.config.optimizer
+        inner = {f"model.{key}": getattr(model, key) for key in _INNER}
+        changes = {
+            **{k: n and max(1, n * width // model.embed_dim) for k, n in inner.items()},
+            **{f"mesh.{axis}": 1 for axis in MESH_AXES},
+            "mesh.dcn": DcnConfig(),
+            "model.embed_dim": width,
+            "model.num_layers": depth,
+            "model.dense_layers": min(model.dense_layers, depth - 1),
+            "model.high_precision_layers": (),
+            "model.compute_dtype": ComputeDtype.float32,
+            "model.param_dtype": Dtype.float32,
+            "data.batch_size": ROWS,
+            "data.sequence_length": min(LENGTH, data.sequence_length),
+            "data.batch_schedule": [],
+            "data.sequence_schedule": [],
+            "train.accumulation_steps": 1,
+            "optimizer.learning_rate": _RATE_FACTOR * optimizer.learning_rate,
+            "optimizer.muon_learning_rate": _RATE_FACTOR * optimizer.muon_learning_rate,
+        }
+        schedule = ScheduleConfig(name=Schedule.constant, warmup_steps=0)
+        return replace(self.config, schedule=schedule).with_values(changes)
 
 
 def measure(

@@ -19,7 +19,7 @@ from train.core.layout import batch_shards
 from train.errors import ConfigError, Mistake
 from train.identity import flatten
 from train.prove.divided_step import ACCUMULATION, mesh_of
-from train.resolve.execution import choose_execution
+from train.resolve.execution import ExecutionChoice
 from train.resolve.mesh import Device
 from train.resolve.mesh_sizes import least_sizes, mesh_mistakes
 from train.resolve.sharding import axis_rules
@@ -166,7 +166,8 @@ class Shrunk:
         mistakes = config_mistakes(config) or mesh_mistakes(config, num_devices)
         if not mistakes:
             try:
-                choose_execution(config, device, least_sizes(config.mesh, num_devices))
+                sizes = least_sizes(config.mesh, num_devices)
+                ExecutionChoice(config, device, sizes).execution()
             except ConfigError as error:
                 return error.mistakes
         return mistakes

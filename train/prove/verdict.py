@@ -20,7 +20,7 @@ from train.prove.divided_step import DividedStep
 from train.prove.kernels import compare_kernels
 from train.prove.parity import ArrayDifference, Comparison, Reference
 from train.prove.shrink import MAX_DEVICES, shrink
-from train.resolve.execution import choose_execution
+from train.resolve.execution import ExecutionChoice
 from train.resolve.mesh import Device
 from train.resolve.mesh_sizes import least_sizes
 from train.resolve.program import settle
@@ -41,7 +41,7 @@ def prove(config: Config, as_json: bool) -> int:
     kernels = list[ArrayDifference]()
     if jax.default_backend() != "cpu":
         sizes = least_sizes(config.mesh, jax.device_count())
-        execution = choose_execution(config, jax.local_devices()[0], sizes)
+        execution = ExecutionChoice(config, jax.local_devices()[0], sizes).execution()
         kernels = compare_kernels(config.model, config.data, execution)
     shrunk = shrink(config, cpus[0])
     step = DividedStep(shrunk.config)

@@ -6,6 +6,7 @@ A choice that the devices cannot run raises ConfigError before anything is compi
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -53,34 +54,24 @@ def scatters_tables(placement: Placement) -> bool:
     return math.prod(placement.mesh.shape[axis] for axis in table_axes[1]) >= 8
 
 
-def choose_execution(
-    config: Config, device: Device, sizes: Mapping[str, int]
-) -> Execution:
-    """Return the execution on a mesh of these axis sizes, without its placement.
-
-    Raises:
-        ConfigError: as `ExecutionChoice.execution` does.
-    """
-    rules = axis_rules(config.mesh)
-    choice = ExecutionChoice(config, rules, device, sizes, EXECUTION_PARTS)
-    return choice.execution()
-
-
 @dataclass(frozen=True)
 class ExecutionChoice:
     """Chooses the execution of a config on devices of one kind.
 
-    rules: the rule tables of the config.
     device: one of the devices.
     sizes: the sizes of the mesh axes.
     parts: the kernels and methods to choose from.
     """
 
     config: Config
-    rules: AxisRules
     device: Device
     sizes: Mapping[str, int]
-    parts: ExecutionParts
+    parts: ExecutionParts = EXECUTION_PARTS
+
+    @cached_property
+    def rules(self) -> AxisRules:
+        """The rule tables of the config."""
+        return axis_rules(self.config.mesh)
 
     def execution(self) -> Execution:
         """Return the execution, with dtypes and kernels but without its placement.

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from data.batch import Batch
 from data.config import DataConfig
-from model.catalog import EXECUTION_PARTS, MODEL_PARTS
+from model.catalog import MODEL_PARTS
 from model.choices import Position
 from model.execution import Execution
 from model.gpt import GPT, abstract_gpt, params_of
@@ -37,7 +37,7 @@ from train.resolve.mesh_sizes import (
     pipeline_of,
 )
 from train.resolve.optimizer import make_optimizer
-from train.resolve.sharding import axis_rules, param_specs
+from train.resolve.sharding import param_specs
 from train.runtime import compiler_options
 
 
@@ -55,10 +55,7 @@ class ConfiguredProgram(Program):
         """Return this program with other microbatches, remat or offload settings."""
         config = replace(self.config, train=train)
         mesh = self.mesh
-        rules = self.layout.rules
-        choice = ExecutionChoice(
-            config, rules, mesh.devices.flat[0], mesh.shape, EXECUTION_PARTS
-        )
+        choice = ExecutionChoice(config, mesh.devices.flat[0], mesh.shape)
         axis_steps = self.execution.placement.axis_steps
         execution = self.execution._replace(
             remat=train.remat,
@@ -131,10 +128,9 @@ def make_program(
     data = config.data
     train = config.train
     sizes = least_sizes(config.mesh, len(devices))
-    rules = axis_rules(config.mesh)
     model = abstract_gpt(config.model, MODEL_PARTS)
     infos = param_infos(model)
-    choice = ExecutionChoice(config, rules, device, sizes, EXECUTION_PARTS)
+    choice = ExecutionChoice(config, device, sizes)
     layout, execution = _lay_out(choice, devices, model, infos)
     recipe = recipe_of(train)
     optimizer = make_optimizer(

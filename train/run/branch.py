@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from etils import epath
@@ -108,10 +108,10 @@ def begin_branch(
         rule = f"must be a local folder, because the trunk {run} is one"
         raise ConfigError([Mistake("run.dir", str(path), rule)])
     try:
-        old, saved = _trunk(step)
+        checkpoint = _read_checkpoint(step)
         origin = {"run": mask(str(run)), "run_id": recorded_run_id(run)}
         origin |= {"step": int(step.name), "config": base_config(None, step)}
-        metadata = _metadata(step, old, saved, branch) | {"branch": origin}
+        metadata = _metadata(checkpoint, branch) | {"branch": origin}
         write_origin(path, origin)
         for part in part_paths(run, "metrics").values():
             copy_file(part, path / part.relative_to(run))
@@ -128,11 +128,11 @@ def begin_branch(
         raise Exit(CRASHED, f"{message}it again") from error
     print(f"branch      of {trunk}", flush=True)
     schedule = config.schedule.in_steps(config.data)
-    old_schedule = old.schedule.in_steps(old.data)
+    old_schedule = checkpoint.config.schedule.in_steps(checkpoint.config.data)
     _warn_of_jump(
         step,
         make_schedule(schedule, config.train.num_steps),
-        make_schedule(old_schedule, saved["schedule_steps"]),
+        make_schedule(old_schedule, checkpoint.description["schedule_steps"]),
     )
 
 
@@ -161,8 +161,21 @@ def _is_origin_of(step: epath.Path, origin: Mapping[str, Any] | None) -> bool:
     return epath.Path(origin["run"]).name == run.name
 
 
-def _trunk(step: epath.Path) -> tuple[Config, dict[str, Any]]:
-    """Return the config of a checkpoint, and its whole description.
+class _TrunkCheckpoint(NamedTuple):
+    """The checkpoint at which a branch begins, without its arrays.
+
+    folder: the folder of the checkpoint.
+    config: the config of the trunk at this checkpoint.
+    description: the whole description of the checkpoint.
+    """
+
+    folder: epath.Path
+    config: Config
+    description: dict[str, Any]
+
+
+def _read_checkpoint(step: epath.Path) -> _TrunkCheckpoint:
+    """Return the checkpoint in a folder.
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or it cannot be used.
@@ -173,30 +186,33 @@ def _trunk(step: epath.Path) -> tuple[Config, dict[str, Any]]:
     is_whole = {"config", "mesh", "schedule_steps"} <= saved.keys()
     if not is_sealed(step) or not is_whole or is_misplaced:
         raise FileNotFoundError(step)
-    return read_yaml(step, text=saved["config"]), saved
+    return _TrunkCheckpoint(step, read_yaml(step, text=saved["config"]), saved)
 
 
-def _metadata(
-    step: epath.Path, old: Config, saved: Mapping[str, Any], branch: ThisStart
-) -> dict[str, Any]:
+def _metadata(checkpoint: _TrunkCheckpoint, branch: ThisStart) -> dict[str, Any]:
     """Return what the description of a branch's first checkpoint says of the branch.
-
-    `old` and `saved` are the trunk's config and description at this checkpoint.
 
     Raises:
         ConfigError, DataError: as `begin_branch`.
     """
     config = branch.config
-    if config.train.num_steps <= int(step.name):
-        rule = f"must be above {step.name}, the step at which the branch begins"
+    step = int(checkpoint.folder.name)
+    if config.train.num_steps <= step:
+        rule = f"must be above {step}, the step at which the branch begins"
         raise ConfigError([Mistake("train.num_steps", config.train.num_steps, rule)])
-    run = step.parents[1]
-    number = int(step.name)
-    is_same = _batches_before(number, old.data) == _batches_before(number, config.data)
+    batches = _batches_before(step, checkpoint.config.data)
+    is_same = batches == _batches_before(step, config.data)
     allowed = _ALLOWED | _BATCH_KEYS if is_same else _ALLOWED - _BATCH_KEYS
-    changes = config_differences(old, config, allowed)
-    check_changes(run, changes, branch, saved_model=old.model, last_start=saved)
-    metadata = branch.checkpoint_metadata(saved["mesh"], config.train.num_steps)
+    changes = config_differences(checkpoint.config, config, allowed)
+    check_changes(
+        checkpoint.folder.parents[1],
+        changes,
+        branch,
+        saved_model=checkpoint.config.model,
+        last_start=checkpoint.description,
+    )
+    mesh = checkpoint.description["mesh"]
+    metadata = branch.checkpoint_metadata(mesh, config.train.num_steps)
     return metadata | {"run_id": uuid.uuid4().hex}
 
 

@@ -10,6 +10,7 @@ import train.resolve.program
 from tests.train.conftest import Configure
 from train.coordinates.__main__ import CoordinatesConfig, coordinates_mistakes
 from train.coordinates.growth import compare_sizes
+from train.coordinates.measure import ModelFamily
 from train.identity import training_config
 from train.optimizers.catalog import OPTIMIZERS
 
@@ -26,11 +27,12 @@ KEYS = (
 def compare(configure: Configure, text: Path, tmp_path: Path) -> Callable:
     """Return a function: (widths, depths) -> the exit code of a comparison."""
     config = configure([*KEYS, f"data.path={text}", f"data.cache_dir={tmp_path}"])
+    family = ModelFamily(config)
 
     def compare(widths: list[int], depths: list[int]) -> int:
         sizes = {"width": widths, "depth": depths}
         output = f"{tmp_path}/page.html"
-        return compare_sizes(config, sizes, steps=4, output=output)
+        return compare_sizes(family, sizes, steps=4, output=output)
 
     return compare
 

@@ -14,7 +14,7 @@ from model.parts.context.context_parallel import KERNELS
 from train.config import MESH_AXES, Config
 from train.errors import NOT_PROVED, Exit
 from train.prove.kernels import check_kernels, compare_kernels
-from train.resolve.execution import choose_execution
+from train.resolve.execution import ExecutionChoice
 
 MODEL = (
     *("model=gpt_oss_nano", "model.window=16", "data.sequence_length=128"),
@@ -33,7 +33,7 @@ def case(configure, monkeypatch) -> Case:
     use_kernel(monkeypatch, xla.attend)
     config = configure(MODEL)
     sizes = dict.fromkeys(MESH_AXES, 1)
-    execution = choose_execution(config, jax.devices()[0], sizes)
+    execution = ExecutionChoice(config, jax.devices()[0], sizes).execution()
     attention = KernelAttention(Attention.cudnn)
     execution = execution._replace(attention=attention, grouped=Grouped.ragged)
     return Case(config, execution)

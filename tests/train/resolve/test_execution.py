@@ -6,7 +6,7 @@ import pytest
 
 from train.config import MESH_AXES
 from train.errors import ConfigError
-from train.resolve.execution import choose_execution
+from train.resolve.execution import ExecutionChoice
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -31,10 +31,11 @@ def test_what_cudnn_cannot_do_on_a_gpu_is_refused(
     device = SimpleNamespace(**properties)
     sizes = dict.fromkeys(MESH_AXES, 1)
     if not rule:
-        assert choose_execution(config, device, sizes).attention.kernel == "cudnn"
+        execution = ExecutionChoice(config, device, sizes).execution()
+        assert execution.attention.kernel == "cudnn"
         return
     with pytest.raises(ConfigError, match=rule):
-        choose_execution(config, device, sizes)
+        ExecutionChoice(config, device, sizes).execution()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_only_a_gpu_unrolls_few_layers_by_default(
     config = configure(typed)
     device = SimpleNamespace(platform=platform, device_kind=H100)
     sizes = {**dict.fromkeys(MESH_AXES, 1), axis: 2}
-    assert choose_execution(config, device, sizes).layer_unroll == unroll
+    assert ExecutionChoice(config, device, sizes).execution().layer_unroll == unroll
 
 
 def test_pieces_of_rows_that_are_shorter_than_a_convolution_are_refused(programs):
@@ -86,8 +87,8 @@ def test_executions_of_equal_configs_are_equal_and_hash_equally(configure, typed
     config = configure(typed)
     sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
     device = SimpleNamespace(platform="cpu", device_kind="cpu")
-    first = choose_execution(config, device, sizes)
-    second = choose_execution(configure(typed), device, sizes)
+    first = ExecutionChoice(config, device, sizes).execution()
+    second = ExecutionChoice(configure(typed), device, sizes).execution()
     assert first == second
     assert hash(first) == hash(second)
 
@@ -96,8 +97,8 @@ def test_executions_that_differ_only_in_eight_bits_are_not_equal(configure):
     sizes = dict.fromkeys(MESH_AXES, 1)
     device = SimpleNamespace(platform="cpu", device_kind="cpu")
     dtypes = ("float8", "int8", "bfloat16")
+    configs = [configure([f"model.compute_dtype={dtype}"]) for dtype in dtypes]
     executions = {
-        choose_execution(configure([f"model.compute_dtype={dtype}"]), device, sizes)
-        for dtype in dtypes
+        ExecutionChoice(config, device, sizes).execution() for config in configs
     }
     assert len(executions) == len(dtypes)
