@@ -21,7 +21,7 @@ config = compose(sys.argv[1:]).distributed
 preemption = Preemption()
 """
 JOIN = """
-cluster = join(config, preemption.hold)
+cluster = join(config, "", preemption.hold)
 first = cluster.is_leader
 """
 # Process 0 leaves last, because it serves the requests of the others.

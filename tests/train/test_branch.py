@@ -25,6 +25,7 @@ from train.identity import training_config
 from train.run.branch import begin_branch
 from train.run.digests import SEAL, digests, find_damage
 from train.run.starts import first_config, newest_start
+from train.run.this_start import ThisStart
 
 # Pytest finds the fixtures by these names.
 folder = doors.folder
@@ -123,7 +124,7 @@ def begin(trunk: Path, tmp_path: Path):
         path = epath.Path(tmp_path / "run")
         sources = open_sources(config.data, text_store)
         checkpoint = epath.Path(trunk) / "checkpoints" / str(step)
-        begin_branch(path, config, sources, checkpoint, lambda: None)
+        begin_branch(checkpoint, ThisStart(path, config, sources), lambda: None)
         return path
 
     return begin
@@ -246,16 +247,13 @@ def test_a_branch_reads_its_trunk_once(trunk, tmp_path, fate, lost):
     config = read_config()
     path = epath.Path(tmp_path / "branch")
     step = epath.Path(copy) / "checkpoints/10"
-    begin_branch(
-        path, config, open_sources(config.data, text_store), step, lambda: None
-    )
+    start = ThisStart(path, config, open_sources(config.data, text_store))
+    begin_branch(step, start, lambda: None)
     if lost:
         LOSSES[lost](path)
     FATES[fate](copy)
     assert read_config() == config
-    begin_branch(
-        path, config, open_sources(config.data, text_store), step, lambda: None
-    )
+    begin_branch(step, start, lambda: None)
 
 
 def test_text_that_reads_the_environment_stays_text(trunk, tmp_path, monkeypatch):

@@ -29,9 +29,9 @@ from train.run.directory import RunDir
 
 start_at, next_batch, steps = RunDir.start_at, Feed.__next__, []
 
-def start_and_note(run, step, sources):
+def start_and_note(run, step):
     steps.append(step)
-    start_at(run, step, sources)
+    start_at(run, step)
 
 def next_and_record(feed):
     batch = next_batch(feed)

@@ -25,7 +25,7 @@ from train.records import json_compatible
 from train.run.evaluations import write_evaluation
 from train.run.metrics import EventLog
 from train.run.report import TEMPLATE, write_report
-from train.run.starts import checkpoint_metadata, record_start
+from train.run.this_start import ThisStart
 
 URL = "http://user:pass%40word@host:5000/path"
 MASKED = "http://user:***@host:5000/path"
@@ -268,11 +268,12 @@ def test_no_record_of_a_run_holds_a_secret(tmp_path):
     assert config.tracker.mlflow.experiment == all_texts
     run = tmp_path / "run"
     path = epath.Path(run)
-    record_start(path, config, _Sources(), start=1, schedule_steps=2)
-    record_start(path, replace(config, seed=3), _Sources(), start=2, schedule_steps=2)
+    start = ThisStart(path, config, _Sources())
+    start.record(1, schedule_steps=2)
+    replace(start, config=replace(config, seed=3)).record(2, schedule_steps=2)
     later_config = replace(config, init_from=PLANTED["azure sas"][0])
-    record_start(path, later_config, _Sources(), start=3, schedule_steps=2)
-    description = checkpoint_metadata(config, _Sources(), {}, 2)
+    replace(start, config=later_config).record(3, schedule_steps=2)
+    description = start.checkpoint_metadata({}, 2)
     (run / "description.json").write_text(json.dumps(description))
     events = EventLog(path)
     events.record("crash", error=all_texts, details={"lines": [all_texts]})

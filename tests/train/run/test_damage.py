@@ -29,6 +29,7 @@ from train.pretrained.begin import record_or_check_files
 from train.run.directory import open_run
 from train.run.evaluations import write_evaluation
 from train.run.starts import check_data, read_results, read_run
+from train.run.this_start import ThisStart
 
 SOURCES = cast(Any, SimpleNamespace(fingerprints={"": "a"}, path="text"))
 EVENTS = [
@@ -77,8 +78,9 @@ def config_of(folder: Path) -> Config:
 
 def start(folder: Path) -> None:
     leaving = cast(Any, SimpleNamespace(step=0, crashed=print))
-    with open_run(config_of(folder), SOURCES, Cluster(), leaving) as run:
-        run.start_at(20, SOURCES)
+    this_start = ThisStart(epath.Path(folder), config_of(folder), SOURCES)
+    with open_run(this_start, Cluster(), leaving) as run:
+        run.start_at(20)
 
 
 def evaluate(folder: Path) -> None:

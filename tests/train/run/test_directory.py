@@ -12,8 +12,16 @@ from train.config import Config, TensorBoardConfig, TrackerConfig
 from train.run.continuation import Continuation
 from train.run.directory import RunDir
 from train.run.metrics import EventLog
+from train.run.this_start import ThisStart
 
 FRESH = Continuation(1, "its identity", [], [])
+DEFAULTS = Config()
+
+
+def start_in(path: epath.Path, config: Config = DEFAULTS) -> ThisStart:
+    """Return a start whose data is not recorded."""
+    sources: Any = None
+    return ThisStart(path, config, sources)
 
 
 def test_a_report_that_fails_does_not_hide_how_the_run_ended(
@@ -25,7 +33,7 @@ def test_a_report_that_fails_does_not_hide_how_the_run_ended(
     monkeypatch.setattr("train.run.report.write_report", full)
     events = EventLog(tmp_path)
     path = epath.Path(tmp_path)
-    run = RunDir(path, Config(), FRESH, events, write=True, lease=None)
+    run = RunDir(start_in(path), FRESH, events, write=True, lease=None)
     events.end(42)
     run.close()
     assert "report.html was not written: [Errno 28]" in caplog.text
@@ -36,7 +44,7 @@ def test_a_report_that_fails_does_not_hide_how_the_run_ended(
 def test_results_are_json_whatever_the_numbers_are(tmp_path):
     events = EventLog(tmp_path)
     path = epath.Path(tmp_path)
-    run = RunDir(path, Config(), FRESH, events, write=True, lease=None)
+    run = RunDir(start_in(path), FRESH, events, write=True, lease=None)
     nan = float("nan")
     inf = np.float32("inf")
     run.write_results({"step": 3, "eval/loss": nan, "compressed": {"xz": inf}})
@@ -54,9 +62,8 @@ def test_only_process_0_opens_trackers(tmp_path):
     )
     events = EventLog(tmp_path, write=False)
     path = epath.Path(tmp_path)
-    run = RunDir(path, config, FRESH, events, write=False, lease=None)
-    sources: Any = None  # Only process 0 records them.
-    run.start_at(0, sources)
+    run = RunDir(start_in(path, config), FRESH, events, write=False, lease=None)
+    run.start_at(0)
     run.log(1, {"loss": 1.0})
     run.close()
     assert list(tmp_path.iterdir()) == []

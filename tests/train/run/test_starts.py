@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +15,8 @@ from train.cli.schema import config_yaml
 from train.config import Config, Schedule, ScheduleConfig
 from train.errors import ConfigError, exit_code
 from train.run.continuation import compare_with_run
-from train.run.starts import document_start_of, read_run, record_start
+from train.run.starts import document_start_of, read_run
+from train.run.this_start import ThisStart
 
 WSD, COSINE, CONSTANT = map(
     ScheduleConfig, (Schedule.wsd, Schedule.cosine, Schedule.constant)
@@ -101,7 +102,8 @@ def start_with(
     sources: Any = SimpleNamespace(fingerprints={})
     train = replace(first.train, num_steps=steps)
     run = replace(first.run, **run)
-    return compare_with_run(folder, replace(first, train=train, run=run), sources)
+    config = replace(first, train=train, run=run)
+    return compare_with_run(ThisStart(folder, config, sources))
 
 
 def test_an_end_that_the_run_has_passed_is_refused_and_changes_nothing(tmp_path):
@@ -174,11 +176,11 @@ def test_a_later_start_continues_with_the_recorded_schedule_length(
 
 def test_the_changes_of_a_start_are_read_back(tmp_path):
     first = Config()
-    sources = SimpleNamespace(fingerprints={})
+    sources: Any = SimpleNamespace(fingerprints={})
     remat: Any = ("mlp_up", "attention_output")
     later = replace(first, train=replace(first.train, remat=remat))
     for number, config in enumerate((first, later), 1):
-        record_start(epath.Path(tmp_path), config, cast(Any, sources), number, 1600)
+        ThisStart(epath.Path(tmp_path), config, sources).record(number, 1600)
     assert read_run(str(tmp_path)).train.remat == remat
 
 
@@ -186,15 +188,16 @@ def test_the_changes_of_a_start_are_read_back(tmp_path):
 def test_data_may_move_but_not_change(tmp_path, now, refused):
     first = Config(data=DataConfig(source=Source.tokens, path="here"))
     recorded_sources: Any = SimpleNamespace(fingerprints={"train": "abc"})
-    record_start(epath.Path(tmp_path), first, recorded_sources, 1, 1600)
+    path = epath.Path(tmp_path)
+    ThisStart(path, first, recorded_sources).record(1, 1600)
     moved_config = replace(first, data=replace(first.data, path="there"))
     sources: Any = SimpleNamespace(fingerprints={"train": now}, path="there")
+    start = ThisStart(path, moved_config, sources)
     if refused is None:
-        start = compare_with_run(epath.Path(tmp_path), moved_config, sources)
-        assert not start.finished
+        assert not compare_with_run(start).finished
         return
     with pytest.raises(ConfigError, match=refused):
-        compare_with_run(epath.Path(tmp_path), moved_config, sources)
+        compare_with_run(start)
 
 
 @pytest.mark.parametrize("given", [None, True, False])
@@ -222,10 +225,10 @@ def test_documents_begin_as_they_did_when_the_run_began(
     sources: Any = SimpleNamespace(fingerprints={})
     is_same = not mask or given is None or given == (original is not False)
     if is_same:
-        compare_with_run(folder, config, sources)
+        compare_with_run(ThisStart(folder, config, sources))
     else:
         with pytest.raises(ConfigError, match=r"data\.document_start = ") as error:
-            compare_with_run(folder, config, sources)
+            compare_with_run(ThisStart(folder, config, sources))
         assert len(error.value.mistakes) == 1
 
 
