@@ -1,4 +1,4 @@
-"""Private and undocumented API of Hydra, OmegaConf, pydantic, argparse and atexit.
+"""Private and undocumented API of Hydra, OmegaConf, argparse and atexit.
 
 Each function states the version that it was checked with. Most of them also say why no
 public API is enough.
@@ -6,7 +6,6 @@ public API is enough.
 
 import argparse
 import atexit
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,19 +91,6 @@ def node_of(tree: DictConfig, key: str) -> Any:
     for name in key.split(".") if key else ():
         node = node._get_node(name, False) if isinstance(node, DictConfig) else None
     return node
-
-
-def strict_validator(schema: type) -> Any:
-    """Return a function from `(values,)` to `(config,)` that rejects unknown keys.
-
-    pydantic 2.14. `TypeAdapter` accepts `extra="forbid"` for a tuple that holds a plain
-    dataclass, but not for the dataclass alone.
-    """
-    from pydantic import ConfigDict, TypeAdapter  # slow to import, and unused by --help
-
-    config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
-    in_tuple: Any = types.GenericAlias(tuple, (schema,))
-    return TypeAdapter(in_tuple, config=config).validate_python
 
 
 def run_exit_functions() -> None:

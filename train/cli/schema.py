@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from etils import epath
 from omegaconf import OmegaConf
 
-from train.cli.compat import strict_validator
 from train.cli.hints import (
     bare_type,
     bounds_in_words,
@@ -69,7 +68,18 @@ def convert(
     return validate((values,))[0], list(mistakes.values())
 
 
-_validator = functools.cache(strict_validator)
+@functools.cache
+def _validator(schema: type) -> Any:
+    """Return a function from `(values,)` to `(config,)` that rejects unknown keys.
+
+    pydantic 2.14. `TypeAdapter` accepts `extra="forbid"` for a tuple that holds a plain
+    dataclass, but not for the dataclass alone.
+    """
+    from pydantic import ConfigDict, TypeAdapter
+
+    config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    in_tuple: Any = types.GenericAlias(tuple, (schema,))
+    return TypeAdapter(in_tuple, config=config).validate_python
 
 
 def _translate_error(
