@@ -7,6 +7,7 @@ PUBLIC_MODULES = (
     "beginning",
     "catalog",
     "config",
+    "config_rules",
     "encoding",
     "errors",
     "key_value_store",

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from data.batch import Batch, cut_pieces, cut_rows, expand_groups
-from data.config import DataConfig, Mistakes, Source
+from data.config import DataConfig, Source
 from data.encoding import decode
-from data.errors import DataError
+from data.errors import DataError, Mistake
 from data.mixture import Mixture
 from data.phases import Phase, batch_number, phase_at, phases_of
 from data.rows import Rows, open_rows, read_rows
@@ -111,15 +111,16 @@ class Order:
             for (name, rows), count in zip(self.rows.items(), rows_used, strict=True)
         }
 
-    def mistakes(self, num_steps: int) -> Mistakes:
+    def epoch_mistakes(self, num_steps: int) -> list[Mistake]:
         """List the sources whose limit of epochs is exceeded within `num_steps`."""
-        mistakes: Mistakes = []
+        mistakes = []
         for name, epochs in self.epochs(num_steps).items():
             max_epochs = self._max_epochs(name)
             if epochs > max_epochs:
                 rule = f"are too few: {num_steps} steps use {name} {epochs:.2f} times; "
                 rule += "allow more, lower its weight, or drop it by weight_changes"
-                mistakes.append((f"data.sources.{name}.epochs", max_epochs, rule))
+                key = f"data.sources.{name}.epochs"
+                mistakes.append(Mistake(key, max_epochs, rule))
         return mistakes
 
     def batch_number(self, step: int) -> int:

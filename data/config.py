@@ -1,10 +1,8 @@
 """The configuration of text, tokenizer, rows and batches."""
 
-import difflib
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
-from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -30,7 +28,6 @@ Tokenizer = Annotated[
 RankFileHash = Annotated[
     str | None, Doc("The SHA-256 hash of a rank file. A rank file requires it.")
 ]
-Mistakes = list[tuple[str, object, str]]  # (field, value, broken rule and remedy)
 
 PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # downloaded by tiktoken
 
@@ -39,22 +36,6 @@ def inputs_of(value: object) -> list[str]:
     """Return the paths that the value of `InputPaths` names, as a list."""
     inputs = value if isinstance(value, list) else [value]
     return [str(path) for path in inputs if path not in (None, "")]
-
-
-def tokenizer_mistakes(name: str, sha256: str | None) -> Mistakes:
-    """List what is wrong with a tokenizer's name, or a missing hash of a rank file."""
-    known_names = ("bytes", *PUBLISHED)
-    path = Path(name)
-    if name in known_names or sha256 is not None or path.expanduser().is_dir():
-        return []
-    if path.name != name or path.suffix or path.exists():
-        rule = f"is required with a rank file: sha256sum {name}"
-        rule += "; a folder with tokenizer.json needs none"
-        return [("tokenizer_sha256", None, rule)]
-    matches = difflib.get_close_matches(name, known_names, n=1)
-    hint = f"; did you mean {matches[0]}?" if matches else ""
-    rule = f"must be one of {', '.join(known_names)}, or a rank file's path{hint}"
-    return [("tokenizer", name, rule)]
 
 
 class FormatName(StrEnum):
@@ -262,89 +243,3 @@ class DataConfig:
     def has_beginning_tokens(self) -> bool:
         """Whether the first input of each document is a beginning token."""
         return self.document_mask and self.document_start is not False
-
-    def mistakes(self) -> Mistakes:
-        """List the invalid values, and the values that contradict each other."""
-        mistakes: Mistakes = []
-        if self.source in (Source.text, Source.tokens) and not self.path:
-            kind = "a file or a folder" if self.source is Source.text else "a store"
-            rule = f"must name {kind} with data={self.source}"
-            mistakes.append(("path", self.path, rule))
-        elif self.source in (Source.python, Source.mixture) and self.path:
-            rule = f"is not read by data={self.source}; add data=text or data=tokens"
-            mistakes.append(("path", self.path, rule))
-        if self.source is not Source.text:
-            rule = "is only for data=text; a token store was made with its own"
-            if self.format is not None:
-                mistakes.append(("format", self.format, rule))
-            if self.text_field != "text":
-                mistakes.append(("text_field", self.text_field, rule))
-        mistakes += tokenizer_mistakes(self.tokenizer, self.tokenizer_sha256)
-        if self.packing is not Packing.concat and not self.document_mask:
-            rule = "needs data.document_mask=true: rows hold documents side by side"
-            mistakes.append(("packing", self.packing, rule))
-        if self.document_start is not None and not self.document_mask:
-            rule = "has no effect with data.document_mask=false; leave one of them out"
-            mistakes.append(("document_start", self.document_start, rule))
-        pairs = self.skip_batches
-        if len(pairs) % 2 or pairs != sorted(pairs):
-            rule = "must be pairs, ascending: the first and last batch to leave out"
-            mistakes.append(("skip_batches", pairs, rule))
-        return mistakes + self._schedule_mistakes() + self._mixture_mistakes()
-
-    def _schedule_mistakes(self) -> Mistakes:
-        mistakes: Mistakes = []
-        for key in ("batch_schedule", "sequence_schedule"):
-            changes = getattr(self, key)
-            values = [asdict(change) for change in changes]
-            if any((c.from_step is None) == (c.from_tokens is None) for c in changes):
-                rule = "must give either from_step or from_tokens in each change"
-                mistakes.append((key, values, rule))
-            steps = [c.from_step for c in changes if c.from_step is not None]
-            tokens = [c.from_tokens for c in changes if c.from_tokens is not None]
-            if steps != sorted(set(steps)) or tokens != sorted(set(tokens)):
-                mistakes.append((key, values, "must be in ascending order"))
-        for i, change in enumerate(self.sequence_schedule):
-            if self.sequence_length % change.length:
-                rule = f"must divide data.sequence_length={self.sequence_length}"
-                field = f"sequence_schedule[{i}].length"
-                mistakes.append((field, change.length, rule))
-        return mistakes
-
-    def _mixture_mistakes(self) -> Mistakes:
-        mistakes: Mistakes = []
-        if self.source is not Source.mixture:
-            for key in ("sources", "weight_changes"):
-                if value := getattr(self, key):
-                    mistakes.append((key, value, "is only for data=mixture"))
-            return mistakes
-        if not self.sources:
-            rule = "must name stores: 'data.sources={web: {path: stores/web}, ...}'"
-            mistakes.append(("sources", self.sources, rule))
-        for name, source in self.sources.items():
-            if not source.path:
-                rule = "must name a store that python -m data.prepare made"
-                mistakes.append((f"sources.{name}.path", source.path, rule))
-        steps = [change.step for change in self.weight_changes]
-        if steps != sorted(set(steps)) or (steps and steps[0] < 1):
-            rule = "must come at steps from 1 on, in ascending order"
-            mistakes.append(("weight_changes", steps, rule))
-        weights = {name: source.weight for name, source in self.sources.items()}
-        later_weights = [change.weights for change in self.weight_changes]
-        all_weights = (weights, *later_weights)
-        for step, step_weights in zip((0, *steps), all_weights, strict=True):
-            if rule := self._weights_mistake(step_weights):
-                key = "weight_changes" if step else "sources"
-                mistakes.append((key, step_weights, f"at step {step} {rule}"))
-        return mistakes
-
-    def _weights_mistake(self, weights: dict[str, float]) -> str | None:
-        if unknown := sorted(set(weights) - set(self.sources)):
-            return f"name no source: {', '.join(unknown)}"
-        if not all(0 <= weight < inf for weight in weights.values()):
-            return "must be at least 0 and finite"
-        if not any(weights.values()):
-            return "need one above 0" if self.sources else None
-        from data.mixture import digits_mistake  # slow: imports NumPy
-
-        return digits_mistake(list(weights.values()))

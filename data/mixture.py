@@ -139,7 +139,7 @@ def shares_of(weights: Sequence[float]) -> list[Fraction]:
     return [weight / sum(exact) for weight in exact]
 
 
-def digits_mistake(weights: Sequence[float]) -> str | None:
+def broken_period_rule(weights: Sequence[float]) -> str | None:
     """Return the broken rule if the period exceeds `MAX_PERIOD`, otherwise None."""
     period = math.lcm(*(share.denominator for share in shares_of(weights)))
     if period <= MAX_PERIOD:

@@ -2,9 +2,11 @@
 
 import logging
 
+from data.config_rules import tokenizer_mistakes
+from data.errors import Mistake
 from data.prepare_config import PrepareConfig
 from train.cli.command import run_command
-from train.errors import STOPPED, Mistake
+from train.errors import STOPPED
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,14 @@ def main(config: PrepareConfig) -> int:
 
 def prepare_mistakes(config: PrepareConfig) -> list[Mistake]:
     """List the mistakes of a config."""
-    return [Mistake(*mistake) for mistake in config.mistakes()]
+    mistakes = []
+    if not config.inputs:
+        rule = "must name files, folders or patterns, say input=corpus/"
+        mistakes.append(Mistake("input", config.input, rule))
+    if not config.output:
+        rule = "must name the store's folder, say output=stores/corpus"
+        mistakes.append(Mistake("output", config.output, rule))
+    return mistakes + tokenizer_mistakes(config.tokenizer, config.tokenizer_sha256)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ from data.config import (
     ByteCount,
     FileFormat,
     InputPaths,
-    Mistakes,
     OnError,
     Pattern,
     RankFileHash,
     TextField,
     Tokenizer,
     inputs_of,
-    tokenizer_mistakes,
 )
 
 
@@ -74,14 +72,3 @@ class PrepareConfig:
     def inputs(self) -> list[str]:
         """The inputs as a list."""
         return inputs_of(self.input)
-
-    def mistakes(self) -> Mistakes:
-        """List the invalid values, and the values that contradict each other."""
-        mistakes: Mistakes = []
-        if not self.inputs:
-            rule = "must name files, folders or patterns, say input=corpus/"
-            mistakes.append(("input", self.input, rule))
-        if not self.output:
-            rule = "must name the store's folder, say output=stores/corpus"
-            mistakes.append(("output", self.output, rule))
-        return mistakes + tokenizer_mistakes(self.tokenizer, self.tokenizer_sha256)

@@ -2,26 +2,13 @@
 
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import NamedTuple
 
+from data.errors import Mistake
 from model.choices import Dtype, Mixer, Mlp, Position, Scaling, TokenShift
 from model.config import ModelConfig
 
-
-class BrokenRule(NamedTuple):
-    """A rule that the value of a field breaks.
-
-    `text` states the rule and the remedy. `reads` names the other fields that the rule
-    depends on.
-    """
-
-    field: str
-    value: object
-    text: str
-    reads: tuple[str, ...]
-
-
-# Whether a rule holds, and then `field`, `reads` and `text` of `BrokenRule`.
+# Whether a rule holds, then the field that it is about, the other fields that it reads,
+# and the text of the rule and the remedy.
 _Rule = tuple[bool, str, tuple[str, ...], str]
 
 # The values of fields that latent attention does not read.
@@ -33,8 +20,8 @@ _WITH_LATENT_ATTENTION = {
 }
 
 
-def broken_rules(model: ModelConfig) -> list[BrokenRule]:
-    """Return the rules that a config breaks."""
+def model_mistakes(model: ModelConfig) -> list[Mistake]:
+    """Return a mistake for each rule that a config breaks."""
     rules = (
         *_shape_rules(model),
         *_choice_rules(model),
@@ -43,7 +30,12 @@ def broken_rules(model: ModelConfig) -> list[BrokenRule]:
         *_expert_rules(model),
     )
     return [
-        BrokenRule(field, attrgetter(field)(model), text, reads)
+        Mistake(
+            key=f"model.{field}",
+            value=attrgetter(field)(model),
+            rule=text,
+            related=tuple(f"model.{name}" for name in reads),
+        )
         for holds, field, reads, text in rules
         if not holds
     ]

@@ -7,9 +7,9 @@ that are not listed here. Launchers do not start the run again after the other c
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from data.errors import DataError, MissingPackageError
+from data.errors import DataError, MissingPackageError, Mistake
 from train.masking import MASK, holds_secret, mask_output, mask_values
 
 FINISHED = 0
@@ -56,21 +56,6 @@ def meaning(code: int | None) -> str:
     None means that it left no exit code: it was killed, or it still runs.
     """
     return _MEANINGS.get(code, f"crashed, exit code {code}")
-
-
-class Mistake(NamedTuple):
-    """One mistake in a config.
-
-    key: the full key.
-    value: the value of the key. With "", the message shows only the key.
-    rule: the text of the message: what is wrong, the rule and the remedy.
-    related: other keys that the rule reads, or that the user may have meant.
-    """
-
-    key: str
-    value: object
-    rule: str
-    related: tuple[str, ...] = ()
 
 
 class ConfigError(Exception):

@@ -22,7 +22,7 @@ from data.errors import DataError
 from data.sources import Sources, encoding_of, open_sets, open_sources
 from train.config import Config, DistributedConfig
 from train.distributed.processes import Cluster
-from train.errors import ConfigError, Mistake, check_all
+from train.errors import ConfigError, check_all
 from train.identity import run_dir
 from train.resolve.phases import phase_programs
 from train.resolve.program import ConfiguredProgram, make_program, settle
@@ -126,8 +126,8 @@ class Prepared:
             self.tasks = self._make_tasks(self.program, self.sources.encoding)
             task_fingerprints = {"eval.tasks": self.tasks.fingerprint[:12]}
         order = Order(self.sources, data, self.config.seed)
-        if mistakes := order.mistakes(self.config.train.num_steps):
-            raise ConfigError([Mistake(*mistake) for mistake in mistakes])
+        if mistakes := order.epoch_mistakes(self.config.train.num_steps):
+            raise ConfigError(mistakes)
         sets = {name: store.fingerprint for name, store in self.sources.sets.items()}
         fingerprints = {**self.sources.fingerprints, **sets}
         data_fingerprints = {f"data {name}": str(x) for name, x in fingerprints.items()}

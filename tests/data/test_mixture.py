@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.config import DataConfig, MixtureSource, Source, WeightChange
+from data.config_rules import data_mistakes
 from data.mixture import Mixture
 
 NAMES = ["arts", "books", "code", "data", "essays", "forums"]
@@ -119,9 +120,9 @@ def test_weights_with_too_long_a_period_are_mistakes_of_the_config(weights, key)
     changes = [WeightChange(9 * n, shares) for n, shares in enumerate(later, 1)]
     config = DataConfig(source=Source.mixture, sources=sources, weight_changes=changes)
     if key is None:
-        assert config.mistakes() == []
+        assert data_mistakes(config) == []
         return
-    ((listed_key, value, rule),) = config.mistakes()
-    assert (listed_key, value) == (key, [first, *later][-1])
-    assert rule.startswith(f"at step {9 * len(later)} repeat only after ")
-    assert rule.endswith("round them to fewer digits")
+    (mistake,) = data_mistakes(config)
+    assert (mistake.key, mistake.value) == (f"data.{key}", [first, *later][-1])
+    assert mistake.rule.startswith(f"at step {9 * len(later)} repeat only after ")
+    assert mistake.rule.endswith("round them to fewer digits")

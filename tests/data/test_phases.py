@@ -11,6 +11,7 @@ from data.batch import Batch
 from data.batches import Order
 from data.catalog import text_store
 from data.config import BatchChange, DataConfig, LengthChange
+from data.config_rules import data_mistakes
 from data.phases import Phase, batch_number, phase_at, phases_of, tokens_before
 from data.sources import open_sources
 
@@ -113,4 +114,5 @@ def test_excerpts_show_the_text_of_short_rows(config):
     ],
 )
 def test_a_schedule_that_cannot_be_followed_is_a_mistake(values, field):
-    assert [key for key, *_ in replace(CONFIG, **values).mistakes()] == [field]
+    (mistake,) = data_mistakes(replace(CONFIG, **values))
+    assert mistake.key == f"data.{field}"

@@ -23,6 +23,7 @@ from data.config import (
     Source,
     WeightChange,
 )
+from data.config_rules import data_mistakes
 from data.errors import DataError
 from data.inspect import InspectConfig
 from data.prepare_config import PrepareConfig
@@ -135,16 +136,16 @@ def test_a_limit_is_refused_at_the_step_that_would_exceed_it(stores, sources, sk
     config.sources["prose"] = MixtureSource(f"{stores}/prose", 0.61, 1)
     order = Order(sources, config, 7)
 
-    end = next(step for step in range(STEPS) if order.mistakes(step + 1))
+    end = next(step for step in range(STEPS) if order.epoch_mistakes(step + 1))
     assert end > 4
     for step in range(end):
         order.find(step, np.arange(B))
     with pytest.raises(DataError, match=r"step \d+: data\.sources\.prose is used up"):
         order.find(end, np.arange(B))
     assert len([*order.batches(0, stop_step=end)]) == end
-    ((key, value, rule),) = order.mistakes(end + 1)
-    assert (key, value) == ("data.sources.prose.epochs", 1)
-    assert "steps use prose 1." in rule
+    (mistake,) = order.epoch_mistakes(end + 1)
+    assert (mistake.key, mistake.value) == ("data.sources.prose.epochs", 1)
+    assert "steps use prose 1." in mistake.rule
 
 
 def test_weights_change_at_a_batchs_number(stores, sources, expected):
@@ -269,8 +270,9 @@ def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path)
 )
 def test_mistakes_of_a_mixture_are_listed(changes, field):
     valid_config = mixture("stores")
-    assert valid_config.mistakes() == []
-    assert field in [key for key, _, _ in mixture("stores", **changes).mistakes()]
+    assert data_mistakes(valid_config) == []
+    mistakes = data_mistakes(mixture("stores", **changes))
+    assert f"data.{field}" in [mistake.key for mistake in mistakes]
 
 
 def test_a_store_is_shown_and_verified(stores, tmp_path, capsys):

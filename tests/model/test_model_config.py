@@ -15,8 +15,9 @@ from model.choices import (
     TokenShift,
 )
 from model.config import ModelConfig
-from model.config_rules import broken_rules
+from model.config_rules import model_mistakes
 from train.cli.schema import convert
+from train.config import Config
 
 MOE = {"mlp": Mlp.moe, "num_experts": 8}
 LATENT_HYBRID = Mixer.gated_delta, Mixer.latent_attention
@@ -67,9 +68,11 @@ INT8 = {"compute_dtype": ComputeDtype.int8}
 )
 def test_every_mistake_is_named_with_its_value(change, fields):
     config = replace(ModelConfig(), **change)
-    _, bounds = convert(asdict(config), ModelConfig)
-    mistakes = bounds or broken_rules(config)
-    assert [mistake[0] for mistake in mistakes] == fields
-    for field, value, rule, _ in mistakes:
-        assert value == attrgetter(field)(config)
-        assert len(rule) > 10
+    _, bounds = convert({"model": asdict(config)}, Config)
+    mistakes = bounds or model_mistakes(config)
+    assert [mistake.key for mistake in mistakes] == [
+        f"model.{field}" for field in fields
+    ]
+    for mistake in mistakes:
+        assert mistake.value == attrgetter(mistake.key)(Config(model=config))
+        assert len(mistake.rule) > 10

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from data.config import DataConfig
+from data.config_rules import data_mistakes
 from train.cli.hints import similar_names, unknown_key
 from train.cli.presets import CONFIG_DIR
 from train.cli.rules import config_mistakes, must_name_run
@@ -142,8 +143,8 @@ def test_the_error_shows_key_value_and_rule():
 
 
 def test_a_rank_file_needs_its_hash():
-    ((field, value, _),) = DataConfig(tokenizer="mine.tiktoken").mistakes()
-    assert (field, value) == ("tokenizer_sha256", None)
+    (mistake,) = data_mistakes(DataConfig(tokenizer="mine.tiktoken"))
+    assert (mistake.key, mistake.value) == ("data.tokenizer_sha256", None)
 
 
 @pytest.mark.parametrize(

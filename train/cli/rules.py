@@ -14,9 +14,10 @@ from itertools import product
 from typing import Any
 
 from data.config import DataConfig
+from data.config_rules import data_mistakes
 from model.choices import Mlp, Position
 from model.config import LOGICAL_AXES, ModelConfig
-from model.config_rules import broken_rules
+from model.config_rules import model_mistakes
 from train.cli.optimizer_rules import qk_clip_mistakes, transfer_mistakes
 from train.config import (
     MESH_AXES,
@@ -52,8 +53,8 @@ def config_mistakes(config: Config) -> list[Mistake]:
     """Return all mistakes between keys that do not depend on the devices."""
     num_steps = config.train.num_steps
     return [
-        *_model_mistakes(config.model),
-        *(Mistake(f"data.{k}", v, rule) for k, v, rule in config.data.mistakes()),
+        *model_mistakes(config.model),
+        *data_mistakes(config.data),
         *_distributed_mistakes(config.distributed),
         *_trace_mistakes(config.profile),
         *_microbatch_mistakes(config.data, config.train),
@@ -80,12 +81,6 @@ def must_name_run(config: Any) -> list[Mistake]:
         return []
     rule = "must name the run to read; set run.dir=runs/<name> or run.name"
     return [Mistake("run.dir", None, rule)]
-
-
-def _model_mistakes(model: ModelConfig) -> Iterator[Mistake]:
-    for rule in broken_rules(model):
-        related = tuple(f"model.{field}" for field in rule.reads)
-        yield Mistake(f"model.{rule.field}", rule.value, rule.text, related)
 
 
 def _distributed_mistakes(distributed: DistributedConfig) -> Iterator[Mistake]:
