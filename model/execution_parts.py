@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from data.errors import Mistake
 from model.attention.method import AttentionMethod
 from model.choices import Attention, ComputeDtype, ContextAttention, Grouped
 from model.execution import Pipeline
@@ -12,8 +13,8 @@ from model.products import Quantization
 class ExecutionParts(NamedTuple):
     """Functions that choose or make the parts of an `Execution`.
 
-    choose_kernel: returns the attention kernel of a setting on a platform.
-    choose_context_attention: returns how devices that share a row attend.
+    choose_kernel: returns the kernel of a setting on a platform, or a mistake.
+    choose_context_attention: returns how devices that share rows attend, or a mistake.
     make_attention: returns the method of a kernel and of a way to share rows.
     choose_grouped: returns the kernel of grouped products on a platform.
     quantizations: functions from whether products are emulated to products in eight
@@ -21,8 +22,8 @@ class ExecutionParts(NamedTuple):
     make_pipeline: returns the pipeline with these numbers of microbatches and repeats.
     """
 
-    choose_kernel: Callable[..., Attention]
-    choose_context_attention: Callable[..., ContextAttention]
+    choose_kernel: Callable[..., Attention | Mistake]
+    choose_context_attention: Callable[..., ContextAttention | Mistake]
     make_attention: Callable[[Attention, ContextAttention | None], AttentionMethod]
     choose_grouped: Callable[[str], Grouped]
     quantizations: Mapping[ComputeDtype, Callable[[bool], Quantization]]

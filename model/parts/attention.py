@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from data.errors import Mistake
 from model.attention.inputs import Attended, Inputs
 from model.attention.method import PLAIN_ATTENTION, AttentionOptions
 from model.choices import Attention, ContextAttention
@@ -45,14 +46,13 @@ def choose_kernel(
     soft_cap: bool = False,
     sinks: bool = False,
     dropout: bool = False,
-) -> Attention:
+) -> Attention | Mistake:
     """Return the kernel for a setting; `auto` selects the platform's own kernel.
 
-    `value_dim` is the dim of a head's values if it differs from that of its queries.
+    The result is a mistake if the kernel cannot compute this attention. `auto` does not
+    fall back to a slower kernel either.
 
-    Raises:
-        ValueError: if the kernel cannot compute this attention. `auto` does not fall
-            back to a slower kernel either.
+    `value_dim` is the dim of a head's values if it differs from that of its queries.
     """
     kernel = setting
     if setting is Attention.auto:
@@ -80,10 +80,9 @@ def choose_kernel(
         ]
     for holds, text in rules:
         if not holds:
-            raise ValueError(
-                f"{kernel} attention {text}; change it, or take model.attention=xla "
-                "(slower)"
-            )
+            rule = f"{kernel} attention {text}; change it, or take "
+            rule += "model.attention=xla (slower)"
+            return Mistake("model.attention", setting, rule)
     return kernel
 
 

@@ -1,6 +1,7 @@
 """The platform selects an attention kernel, and all kernels compute the same values."""
 
 import itertools
+import re
 from functools import partial
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from data.errors import Mistake
 from model.attention import masks, xla
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.inputs import Chunks, Inputs, Result
@@ -44,12 +46,15 @@ def test_auto_selects_the_kernel_of_the_platform(platform, kernel):
         (SPLASH, "tpu", 1000, 64, "divisible by 128"),
     ],
 )
-def test_an_unsuitable_kernel_is_an_error(kernel, platform, length, head_dim, reason):
-    with pytest.raises(ValueError, match=f"{reason}.*model.attention=xla"):
-        choose_kernel(kernel, platform, length, head_dim)
+def test_an_unsuitable_kernel_is_a_mistake(kernel, platform, length, head_dim, reason):
+    mistake = choose_kernel(kernel, platform, length, head_dim)
+    assert isinstance(mistake, Mistake)
+    assert (mistake.key, mistake.value) == ("model.attention", kernel)
+    assert re.search(f"{reason}.*model.attention=xla", mistake.rule)
     for feature in ("soft_cap", "sinks"):
-        with pytest.raises(ValueError, match=f"attention_{feature}"):
-            choose_kernel(PACKED, "cuda", 1024, 64, **{feature: True})
+        mistake = choose_kernel(PACKED, "cuda", 1024, 64, **{feature: True})
+        assert isinstance(mistake, Mistake)
+        assert f"attention_{feature}" in mistake.rule
 
 
 def inputs(kv_heads: int, T: int = 9, dtype=jnp.float32):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from data.batch import Batch
+from data.errors import Mistake
 from model.choices import Attention, ContextAttention
 from model.parts.context.context_parallel import choose_context_attention
 from tests.train.conftest import distance
@@ -81,14 +82,13 @@ def test_a_context_attention_that_can_serve_is_chosen(
 ):
     requested = ContextAttention(asked)
     attention = Attention(kernel)
+    chosen = choose_context_attention(requested, attention, 4, length, kv_heads)
     if answer in list(ContextAttention):
-        assert (
-            choose_context_attention(requested, attention, 4, length, kv_heads)
-            == answer
-        )
+        assert chosen == answer
         return
-    with pytest.raises(ValueError, match=answer):
-        choose_context_attention(requested, attention, 4, length, kv_heads)
+    assert isinstance(chosen, Mistake)
+    assert (chosen.key, chosen.value) == ("mesh.context_attention", requested)
+    assert answer in chosen.rule
 
 
 @pytest.mark.parametrize(

@@ -203,19 +203,17 @@ class ExecutionChoice:
                 "model.dropout.embedding and model.dropout.residual"
             )
             raise ConfigError([Mistake("model.dropout.attention", rate, rule)])
-        try:
-            return self.parts.choose_context_attention(
-                setting,
-                kernel,
-                devices,
-                length,
-                kv_heads,
-                None if config.train.remat is Remat.none else kv_bytes,
-            )
-        except ValueError as error:
-            rule = f"is not possible: {error}; change one of them"
-            mistake = Mistake("mesh.context_attention", setting, rule)
-            raise ConfigError([mistake]) from None
+        algorithm = self.parts.choose_context_attention(
+            setting,
+            kernel,
+            devices,
+            length,
+            kv_heads,
+            None if config.train.remat is Remat.none else kv_bytes,
+        )
+        if isinstance(algorithm, Mistake):
+            raise ConfigError([algorithm])
+        return algorithm
 
     def _check_pieces(self, devices: int) -> None:
         """Refuse rows whose pieces on a device are too short for a mixer."""
@@ -279,20 +277,18 @@ class ExecutionChoice:
         model = self.config.model
         device = self.device
         length = self.config.data.sequence_length
-        try:
-            kernel = self.parts.choose_kernel(
-                model.attention,
-                device.platform,
-                length,
-                model.head_size,
-                value_dim=model.value_size,
-                soft_cap=model.attention_soft_cap is not None,
-                sinks=model.attention_sinks,
-                dropout=model.dropout.attention > 0,
-            )
-        except ValueError as error:
-            mistake = Mistake("model.attention", model.attention, str(error))
-            raise ConfigError([mistake]) from None
+        kernel = self.parts.choose_kernel(
+            model.attention,
+            device.platform,
+            length,
+            model.head_size,
+            value_dim=model.value_size,
+            soft_cap=model.attention_soft_cap is not None,
+            sinks=model.attention_sinks,
+            dropout=model.dropout.attention > 0,
+        )
+        if isinstance(kernel, Mistake):
+            raise ConfigError([kernel])
         if kernel.is_cudnn and (rule := _unfit_for_cudnn(model, kernel, device)):
             raise ConfigError([Mistake("model.attention", kernel.value, rule)])
         return kernel

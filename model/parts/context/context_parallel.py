@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from data.errors import Mistake
 from model.attention import xla
 from model.attention.inputs import Attended, Inputs, score_bound
 from model.choices import Attention, ContextAttention
@@ -52,9 +53,10 @@ def choose_context_attention(
     sequence_length: int,
     kv_heads: int,
     kv_bytes: int | None = None,
-) -> ContextAttention:
+) -> ContextAttention | Mistake:
     """Return the algorithm for shared rows; `auto` selects the first that can run.
 
+    The result is a mistake if the algorithm cannot run; with `auto`, if none can.
     With splash, `auto` gathers if a device has the memory, because this sends least.
 
     Args:
@@ -65,9 +67,6 @@ def choose_context_attention(
         kv_heads: the key and value heads of one device.
         kv_bytes: the bytes of the keys and values of a device's whole rows; None if
             every layer would save them.
-
-    Raises:
-        ValueError: if the algorithm cannot run; with `auto`, if none can.
     """
 
     def reason_against(algorithm: ContextAttention) -> str | None:
@@ -107,7 +106,9 @@ def choose_context_attention(
     for algorithm, reason in reasons.items():
         if reason is None:
             return algorithm
-    raise ValueError("; ".join(map(str, reasons.values())))
+    text = "; ".join(map(str, reasons.values()))
+    rule = f"is not possible: {text}; change one of them"
+    return Mistake("mesh.context_attention", setting, rule)
 
 
 def make_context_parallel_attention(
