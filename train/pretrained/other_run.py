@@ -42,8 +42,9 @@ def check_run(path: str, program: ConfiguredProgram) -> dict[str, str]:
             checkpoint.
     """
     other_config = read_run(path)
-    if rules := [*_model_differences(other_config.model, program.config.model)]:
-        raise ConfigError([Mistake("init_from", path, rule) for rule in rules])
+    own_model = program.config.model
+    if mistakes := [*_model_mistakes(path, other_config.model, own_model)]:
+        raise ConfigError(mistakes)
     _program_of(other_config.model, other_config.optimizer, program)
     (_, seal) = sealed_files(path)
     content = (run_folder(path) / seal).read_bytes()
@@ -114,13 +115,17 @@ def _program_of(
     return make_program(config, [*program.mesh.devices.flat])
 
 
-def _model_differences(other: ModelConfig, own: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for each key in which the other run's model differs."""
+def _model_mistakes(
+    path: str, other: ModelConfig, own: ModelConfig
+) -> Iterator[Mistake]:
+    """Yield a mistake for each key in which the model of the run at `path` differs."""
     for change in config_differences(Config(model=other), Config(model=own)):
         if not is_covered(change.key, _FREE_KEYS):
             old = as_typed(change.old)
             new = as_typed(change.new)
-            yield f"has {change.key}={old}, this run {new}"
+            rule = f"has {change.key}={old}, this run {new}"
+            yield Mistake("init_from", path, rule)
     theirs, ours = (model.vocab_size or 0 for model in (other, own))
     if theirs > ours:
-        yield f"has {theirs} tokens, model.vocab_size is {ours}; set it to {theirs}"
+        rule = f"has {theirs} tokens, model.vocab_size is {ours}; set it to {theirs}"
+        yield Mistake("init_from", path, rule)
