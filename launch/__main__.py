@@ -80,7 +80,7 @@ def launch_mistakes(config: Any) -> list[Mistake]:
             directory = resolved_run_dir(config)
         except ConfigError as error:
             mistakes += error.mistakes
-        mistakes += backend.mistakes(config.cluster, directory)
+        mistakes += backend.cluster_mistakes(config.cluster, directory)
         mistakes += input_path_mistakes(config)
     return mistakes
 

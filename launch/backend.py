@@ -16,7 +16,7 @@ class Backend(Protocol):
         """Advice on where to keep a secret instead of `cluster.environment`."""
         ...
 
-    def mistakes(self, cluster: Any, run_dir: str) -> list[Mistake]:
+    def cluster_mistakes(self, cluster: Any, run_dir: str) -> list[Mistake]:
         """List the mistakes in the cluster's keys, and in the run's directory."""
         ...
 

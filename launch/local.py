@@ -35,7 +35,7 @@ SECRETS_REMEDY = "set it in the environment that you type this command in"
 _PROCESSES = "processes.json"  # records the processes of the last attempt
 
 
-def mistakes(cluster: LocalCluster, run_dir: str) -> list[Mistake]:
+def cluster_mistakes(cluster: LocalCluster, run_dir: str) -> list[Mistake]:
     """Return no mistakes: there are no rules beyond the declared bounds of each key."""
     return []
 

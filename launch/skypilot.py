@@ -44,7 +44,7 @@ _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # prefixes of states, such as FAIL
 _POLL_S = 10.0
 
 
-def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
+def cluster_mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
     """List the mistakes in the cluster's keys, and in the run's directory."""
     errors = []
     if cluster.region is not None and cluster.cloud is None:

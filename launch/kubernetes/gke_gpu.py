@@ -18,7 +18,7 @@ from train.errors import Mistake
 NODE = "node"
 
 
-def mistakes(cluster: GkeGpuCluster, run_dir: str) -> list[Mistake]:
+def cluster_mistakes(cluster: GkeGpuCluster, run_dir: str) -> list[Mistake]:
     """List the mistakes in the cluster's keys, and in the run's directory."""
     return [*gpu.gpu_mistakes(cluster), *jobset.jobset_mistakes(cluster, run_dir)]
 

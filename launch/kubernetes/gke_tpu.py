@@ -33,7 +33,7 @@ _IN_ONE_POOL = {_EXCLUSIVE: "cloud.google.com/gke-nodepool"}
 _HOST_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
 
 
-def mistakes(cluster: GkeTpuCluster, run_dir: str) -> list[Mistake]:
+def cluster_mistakes(cluster: GkeTpuCluster, run_dir: str) -> list[Mistake]:
     """List the mistakes in the cluster's keys, and in the run's directory."""
     return _target_mistakes(cluster.target) + jobset.jobset_mistakes(cluster, run_dir)
 
@@ -56,7 +56,7 @@ def machine(cluster: GkeTpuCluster) -> Machine:
 
 def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
     """Return the JobSet's manifest, and the command that creates it."""
-    assert cluster.target is not None  # checked by `mistakes`
+    assert cluster.target is not None  # checked by `cluster_mistakes`
     target = parse_target(cluster.target)
     hosts_per_slice = target.num_hosts // target.slices
     pods = Pods(

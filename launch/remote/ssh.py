@@ -25,7 +25,7 @@ SECRETS_REMEDY = (
 )
 
 
-def mistakes(cluster: SshCluster, run_dir: str) -> list[Mistake]:
+def cluster_mistakes(cluster: SshCluster, run_dir: str) -> list[Mistake]:
     """List the mistakes in the cluster's keys."""
     errors = []
     if not cluster.hosts:

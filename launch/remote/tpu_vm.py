@@ -49,7 +49,7 @@ _SETUP = (
 )
 
 
-def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
+def cluster_mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     """List the mistakes in the cluster's keys, and in the run's directory."""
     errors = _target_mistakes(cluster.target)
     if not cluster.zone:

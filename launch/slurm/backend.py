@@ -13,7 +13,7 @@ from launch.config import SlurmCluster
 from launch.host_resources import warn_of_short_notice
 from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
-from launch.slurm.checks import mistakes as mistakes
+from launch.slurm.checks import cluster_mistakes as cluster_mistakes
 from launch.slurm.script import LOG, SCRIPT, STOP, job_script, script_folder
 from launch.slurm.squeue import QueuedJob
 from launch.submissions import Submission

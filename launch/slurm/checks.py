@@ -38,7 +38,7 @@ _FIXED += ("wrap", "parsable", "wait", "kill-on-bad-exit", "test-only", "contain
 _GPU_HIDING_OPTIONS = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
 
 
-def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
+def cluster_mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
     """List the mistakes in the cluster's keys, and in the run's directory."""
     errors = [*_text_mistakes(cluster), *gpu.gpu_mistakes(cluster)]
     errors += _container_mistakes(cluster, run_dir)

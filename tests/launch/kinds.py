@@ -126,7 +126,7 @@ def render(cluster: Any, job: Job | None = None) -> Rendered:
 
 
 def mistakes(cluster: Any, run_dir: str = RUN_DIR) -> list[Mistake]:
-    return BACKENDS[kind_of(cluster)].mistakes(cluster, run_dir)
+    return BACKENDS[kind_of(cluster)].cluster_mistakes(cluster, run_dir)
 
 
 def manifest(cluster: Any, job: Job = JOB) -> dict[str, Any]:

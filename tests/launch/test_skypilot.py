@@ -173,7 +173,7 @@ def test_submit_warns_if_nothing_installs_jax(sky, submission, caplog, keys, war
     ],
 )
 def test_a_job_without_accelerators_image_and_setup_is_refused(keys, refused):
-    mistakes = skypilot.mistakes(SkypilotCluster(**keys), "gs://bucket/run")
+    mistakes = skypilot.cluster_mistakes(SkypilotCluster(**keys), "gs://bucket/run")
     assert [mistake.key for mistake in mistakes] == ["cluster.accelerators"] * refused
     for remedy in ("say H100:8", "cluster.image", "cluster.setup="):
         assert all(remedy in mistake.rule for mistake in mistakes)

@@ -151,7 +151,7 @@ class Tasks:
         self._limit: Any = request.limit  # The harness accepts float, but declares int.
         self._model = HarnessModel(program, encoding)
         length = self._model.max_length
-        if mistakes := _mistakes(task_dict["tasks"], request.key, length):
+        if mistakes := _task_mistakes(task_dict["tasks"], request.key, length):
             raise ConfigError(mistakes)
 
     @property
@@ -203,7 +203,7 @@ class Tasks:
         return task_metrics(results)
 
 
-def _mistakes(tasks: Mapping[str, Any], key: str, length: int) -> list[Mistake]:
+def _task_mistakes(tasks: Mapping[str, Any], key: str, length: int) -> list[Mistake]:
     """List the unsupported features that tasks need."""
     from train.evaluate.harness import parse_generation
 

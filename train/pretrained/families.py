@@ -339,6 +339,6 @@ def family_of(model: ModelConfig, name: str | None = None) -> Family:
         return len(unmet), "mlp" in unmet
 
     nearest = min(families, key=distance)
-    if mistakes := nearest.mistakes(model):
+    if mistakes := nearest.need_mistakes(model):
         raise ConfigError(mistakes)
     return nearest

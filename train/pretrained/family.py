@@ -67,7 +67,7 @@ class Family(NamedTuple):
                 unmet[field] = value, need
         return unmet
 
-    def mistakes(self, model: ModelConfig) -> list[Mistake]:
+    def need_mistakes(self, model: ModelConfig) -> list[Mistake]:
         """Return a mistake for each field that keeps a model out of this family."""
         reason = f"for transformers' {self.name}, the family that fits best; a model "
         reason += "that no family can hold stays in the run's checkpoints"

@@ -159,7 +159,7 @@ class Shrunk:
         depth = depth and max(1, depth * model.num_layers // full.num_layers)
         return {"optimizer.base_width": width, "optimizer.base_depth": depth}
 
-    def mistakes(self, device: Device) -> list[Mistake]:
+    def small_mistakes(self, device: Device) -> list[Mistake]:
         """Return the rules that the small config breaks on its virtual devices."""
         config = self.config
         num_devices = math.prod(mesh_of(config.mesh).values())
@@ -217,10 +217,10 @@ def shrink(config: Config, device: Device) -> Shrunk:
     shrunk = shrunk.with_values(shrunk.rows())
     for candidates in shrunk.candidates():
         smaller = (shrunk.with_values(changes) for changes in candidates)
-        valid = (pair for pair in smaller if not pair.mistakes(device))
+        valid = (pair for pair in smaller if not pair.small_mistakes(device))
         shrunk = next(valid, shrunk)
     shrunk = shrunk.with_values(shrunk.base_sizes())
-    if mistakes := shrunk.mistakes(device):
+    if mistakes := shrunk.small_mistakes(device):
         raise ConfigError(mistakes)
     return shrunk
 

@@ -158,7 +158,7 @@ def test_every_reader_of_yaml_reads_the_same_words():
 def test_run_dir_must_be_on_a_volume_that_pods_mount():
     mount = {"containers": [{"name": "train", "volumeMounts": [{"mountPath": "/nfs"}]}]}
     mounted = replace(GPU, merge={"spec": mount})
-    assert gke_gpu.mistakes(mounted, "/nfs/runs/a") == []
+    assert gke_gpu.cluster_mistakes(mounted, "/nfs/runs/a") == []
     for cluster, folder in ((GPU, "/nfs/runs/a"), (mounted, "/nfsx/a")):
-        (mistake,) = gke_gpu.mistakes(cluster, folder)
+        (mistake,) = gke_gpu.cluster_mistakes(cluster, folder)
         assert mistake.key == "run.dir"

@@ -20,7 +20,7 @@ def test_directives_hold_only_checked_values():
     for value in VALUES:
         texts = {"partition": value, "account": value, "qos": value}
         cluster = SlurmCluster(**texts, options={"comment": value})
-        invalid_keys = {m.key for m in slurm.mistakes(cluster, "/runs/a")}
+        invalid_keys = {m.key for m in slurm.cluster_mistakes(cluster, "/runs/a")}
         if invalid_keys:
             all_keys = {f"cluster.{key}" for key in texts} | {"cluster.options.comment"}
             assert invalid_keys == all_keys, value
