@@ -10,15 +10,34 @@ from data.config import PUBLISHED, DataConfig, Packing, Source
 from data.errors import Mistake
 
 
-def data_mistakes(data: DataConfig) -> list[Mistake]:
-    """List the invalid values, and the values that contradict each other."""
-    return [
-        *_source_mistakes(data),
-        *tokenizer_mistakes(data.tokenizer, data.tokenizer_sha256, section="data."),
-        *_row_mistakes(data),
-        *_schedule_mistakes(data),
-        *_mixture_mistakes(data),
-    ]
+def data_mistakes(data: DataConfig) -> Iterator[Mistake]:
+    """Yield the invalid values, and the values that contradict each other."""
+    source = data.source
+    if source in (Source.text, Source.tokens) and not data.path:
+        kind = "a file or a folder" if source is Source.text else "a store"
+        yield Mistake("data.path", data.path, f"must name {kind} with data={source}")
+    elif source in (Source.python, Source.mixture) and data.path:
+        rule = f"is not read by data={source}; add data=text or data=tokens"
+        yield Mistake("data.path", data.path, rule)
+    if source is not Source.text:
+        rule = "is only for data=text; a token store was made with its own"
+        if data.format is not None:
+            yield Mistake("data.format", data.format, rule)
+        if data.text_field != "text":
+            yield Mistake("data.text_field", data.text_field, rule)
+    yield from tokenizer_mistakes(data.tokenizer, data.tokenizer_sha256, "data.")
+    if data.packing is not Packing.concat and not data.document_mask:
+        rule = "needs data.document_mask=true: rows hold documents side by side"
+        yield Mistake("data.packing", data.packing, rule)
+    if data.document_start is not None and not data.document_mask:
+        rule = "has no effect with data.document_mask=false; leave one of them out"
+        yield Mistake("data.document_start", data.document_start, rule)
+    pairs = data.skip_batches
+    if len(pairs) % 2 or pairs != sorted(pairs):
+        rule = "must be pairs, ascending: the first and last batch to leave out"
+        yield Mistake("data.skip_batches", pairs, rule)
+    yield from _schedule_mistakes(data)
+    yield from _mixture_mistakes(data)
 
 
 def tokenizer_mistakes(
@@ -40,37 +59,6 @@ def tokenizer_mistakes(
     hint = f"; did you mean {matches[0]}?" if matches else ""
     rule = f"must be one of {', '.join(known_names)}, or a rank file's path{hint}"
     return [Mistake(f"{section}tokenizer", name, rule)]
-
-
-def _source_mistakes(data: DataConfig) -> Iterator[Mistake]:
-    """Yield mistakes in where the text comes from."""
-    source = data.source
-    if source in (Source.text, Source.tokens) and not data.path:
-        kind = "a file or a folder" if source is Source.text else "a store"
-        yield Mistake("data.path", data.path, f"must name {kind} with data={source}")
-    elif source in (Source.python, Source.mixture) and data.path:
-        rule = f"is not read by data={source}; add data=text or data=tokens"
-        yield Mistake("data.path", data.path, rule)
-    if source is not Source.text:
-        rule = "is only for data=text; a token store was made with its own"
-        if data.format is not None:
-            yield Mistake("data.format", data.format, rule)
-        if data.text_field != "text":
-            yield Mistake("data.text_field", data.text_field, rule)
-
-
-def _row_mistakes(data: DataConfig) -> Iterator[Mistake]:
-    """Yield mistakes in how documents become rows, and which rows are left out."""
-    if data.packing is not Packing.concat and not data.document_mask:
-        rule = "needs data.document_mask=true: rows hold documents side by side"
-        yield Mistake("data.packing", data.packing, rule)
-    if data.document_start is not None and not data.document_mask:
-        rule = "has no effect with data.document_mask=false; leave one of them out"
-        yield Mistake("data.document_start", data.document_start, rule)
-    pairs = data.skip_batches
-    if len(pairs) % 2 or pairs != sorted(pairs):
-        rule = "must be pairs, ascending: the first and last batch to leave out"
-        yield Mistake("data.skip_batches", pairs, rule)
 
 
 def _schedule_mistakes(data: DataConfig) -> Iterator[Mistake]:

@@ -168,7 +168,7 @@ def test_steps_take_the_batches_that_are_not_skipped(config, skip):
     store = open_sources(config, text_store)
     full_order = Order(store, config, 3)
     config = dataclasses.replace(config, skip_batches=skip)
-    assert not data_mistakes(config)
+    assert not [*data_mistakes(config)]
     order = Order(store, config, 3)
     assert [order.batch_number(step) for step in range(30)] == expected
     for step, batch in enumerate(take(order.batches(27), 3), 27):

@@ -270,7 +270,7 @@ def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path)
 )
 def test_mistakes_of_a_mixture_are_listed(changes, field):
     valid_config = mixture("stores")
-    assert data_mistakes(valid_config) == []
+    assert not [*data_mistakes(valid_config)]
     mistakes = data_mistakes(mixture("stores", **changes))
     assert f"data.{field}" in [mistake.key for mistake in mistakes]
 
