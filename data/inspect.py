@@ -7,9 +7,9 @@ from typing import Annotated
 from typing_extensions import Doc
 
 from data.config import DataConfig, Packing, Seed, Source, StorePath
+from data.errors import Mistake
 from train.cli.command import run_command
 from train.config import Config, Count, Number, RunConfig
-from train.errors import Mistake
 from train.identity import run_dir
 
 

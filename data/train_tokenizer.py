@@ -25,12 +25,11 @@ from data.config import (
     inputs_of,
 )
 from data.encoding import encode
-from data.errors import DataError
+from data.errors import DataError, Mistake
 from data.storage import created_atomically, local_path
 from data.text.records import ReadSettings
 from data.tokenizer import load_tokenizer
 from train.cli.command import run_command
-from train.errors import Mistake
 
 MAX_VOCAB_SIZE = 2**20  # four times the largest published vocabulary
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from data.config import StorePath
+from data.errors import Mistake
 from train.cli.command import run_command
-from train.errors import WRONG_DATA, Mistake
+from train.errors import WRONG_DATA
 
 
 @dataclass(frozen=True)

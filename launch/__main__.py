@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, assert_never
 
+from data.errors import Mistake
 from launch.config import Action, kind_in, kind_of, schema_of
 from launch.input_paths import input_path_mistakes
 from launch.job import environment_mistakes, secret_mistakes
@@ -21,7 +22,7 @@ from train.cli.command import run_command
 from train.cli.flags import parse_flags
 from train.cli.quoting import hydra_text
 from train.cli.rules import config_mistakes
-from train.errors import FINISHED, ConfigError, Mistake
+from train.errors import FINISHED, ConfigError
 from train.identity import run_dir, training_config
 
 log = logging.getLogger(__name__)

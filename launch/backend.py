@@ -2,10 +2,10 @@
 
 from typing import Any, Protocol
 
+from data.errors import Mistake
 from launch.job import Job, Rendered
 from launch.plan_check import Machine
 from launch.submissions import Submission
-from train.errors import Mistake
 
 
 class Backend(Protocol):

@@ -12,9 +12,10 @@ Variables".
 
 from collections.abc import Mapping
 
+from data.errors import Mistake
 from launch.config import GkeGpuCluster, SlurmCluster
 from launch.plan_check import Machine
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.hardware.targets import parse_target
 
 FLAGS = (

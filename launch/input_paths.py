@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from data.errors import Mistake
 from launch.config import kind_of
 from launch.config.clusters import Code
 from launch.kubernetes.jobset import mount_paths
-from train.errors import Mistake
 
 
 def input_path_mistakes(config: Any) -> list[Mistake]:

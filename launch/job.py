@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.errors import Mistake
 from data.storage import is_remote
 from launch.config.clusters import Code
 from train.cli.quoting import hydra_text
-from train.errors import Mistake
 from train.masking import holds_secret, is_secret_name
 
 # The files in a submission's folder.

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data.errors import Mistake
 from data.storage import check_regular
 from launch.config import LocalCluster
 from launch.job import Job, Rendered, export_lines, shell
@@ -26,7 +27,7 @@ from launch.remote.supervise import alive, logs, status, supervise  # noqa: F401
 from launch.remote.supervise import stop as stop_supervisor
 from launch.submissions import Submission
 from launch.subprocesses import ProcessGroup, torchrun_variables
-from train.errors import FINISHED, Mistake
+from train.errors import FINISHED
 from train.liveness import Process
 
 log = logging.getLogger(__name__)

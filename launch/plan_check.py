@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from data.errors import Mistake
 from data.storage import is_remote
 from launch.job import Job
 from launch.subprocesses import run_module
@@ -22,7 +23,6 @@ from train.errors import (
     WRONG_DATA,
     ConfigError,
     Exit,
-    Mistake,
 )
 from train.hardware.targets import Target, parse_target
 

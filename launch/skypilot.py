@@ -17,6 +17,7 @@ from typing import Any
 
 from etils import epath
 
+from data.errors import Mistake
 from data.storage import is_remote
 from launch import gpu_variables as gpu
 from launch.config import SkypilotCluster
@@ -29,7 +30,7 @@ from launch.plan_check import Machine, object_store_mistakes
 from launch.policy import RESTART_CODES
 from launch.submissions import Submission
 from launch.subprocesses import ask_tool, run_tool
-from train.errors import CRASHED, FINISHED, Exit, Mistake
+from train.errors import CRASHED, FINISHED, Exit
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from typing import Any
 
 from etils import epath
 
-from data.errors import DataError
+from data.errors import DataError, Mistake
 from data.names import checked_name, numbers_in
 from data.storage import StorageError, is_remote, write_atomically
 from launch.job import ARCHIVE, local_folder
-from train.errors import ConfigError, Exit, Mistake
+from train.errors import ConfigError, Exit
 from train.masking import mask
 from train.records import damaged, read_record
 from train.run.folder import access_error

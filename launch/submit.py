@@ -8,6 +8,7 @@ from typing import Any
 
 from etils import epath
 
+from data.errors import Mistake
 from launch import local, skypilot
 from launch.archive import make_archive
 from launch.backend import Backend
@@ -38,7 +39,7 @@ from launch.subprocesses import ROOT
 from train.cli.command import compose, config_yaml
 from train.cli.quoting import hydra_text
 from train.config import Config
-from train.errors import FINISHED, ConfigError, Mistake, writing
+from train.errors import FINISHED, ConfigError, writing
 from train.identity import run_dir, run_name, training_config
 from train.masking import holds_secret
 from train.run.folder import run_folder

@@ -12,12 +12,13 @@ from functools import partial
 
 from etils import epath
 
+from data.errors import Mistake
 from train.cli.command import compose, run_command
 from train.cli.flags import is_sweep, parse_flags
 from train.cli.leaving import run_and_leave
 from train.cli.schema import read_yaml
 from train.config import Config, RunConfig
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.identity import training_config
 
 _KEY = "from="

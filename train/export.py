@@ -6,10 +6,11 @@ from typing import Annotated
 
 from typing_extensions import Doc
 
+from data.errors import Mistake
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.config import Config, DistributedConfig, RunConfig, RuntimeConfig, Step
-from train.errors import ConfigError, Mistake, writing
+from train.errors import ConfigError, writing
 from train.identity import run_dir
 
 

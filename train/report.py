@@ -6,8 +6,9 @@ from typing import Annotated
 
 from typing_extensions import Doc
 
+from data.errors import Mistake
 from train.cli.command import run_command
-from train.errors import Mistake, check_all, writing
+from train.errors import check_all, writing
 
 
 @dataclass(frozen=True)

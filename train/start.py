@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from data.batches import Order, batch_number
-from data.errors import DataError
+from data.errors import DataError, Mistake
 from data.sources import Sources
 from train.catalog import START_PARTS
 from train.config import Config
@@ -31,7 +31,7 @@ from train.distributed.peers import Peers
 from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster
 from train.distributed.watchdog import Watchdog
-from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake, exit_code
+from train.errors import CRASHES_AGAIN, ConfigError, Exit, exit_code
 from train.evaluate.evaluator import Evaluator
 from train.evaluate.validation import as_metrics
 from train.hardware.chips import peak_flops

@@ -16,12 +16,13 @@ from rich.live import Live
 from rich.text import Text
 from typing_extensions import Doc
 
+from data.errors import Mistake
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.cli.schema import read_yaml
 from train.config import Config, RunConfig
 from train.console import print_table
-from train.errors import Mistake, meaning
+from train.errors import meaning
 from train.identity import run_dir
 from train.run.digests import is_sealed, saved_steps
 from train.run.goodput import BUCKETS, Goodput, finite_float, goodput_of

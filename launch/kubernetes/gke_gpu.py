@@ -4,6 +4,7 @@ The JobSet has one Job with a pod for each node. The pods find each other by tor
 variables and the host name of the first pod. This is not tested on a cluster yet.
 """
 
+from data.errors import Mistake
 from launch import gpu_variables as gpu
 from launch.config import GkeGpuCluster
 from launch.job import Job, Rendered, port_of
@@ -13,7 +14,6 @@ from launch.kubernetes.kubectl import alive, logs, status, stop, submit  # noqa:
 from launch.kubernetes.pod import Pods, from_pod, host_of
 from launch.node import node_command
 from launch.plan_check import Machine
-from train.errors import Mistake
 
 NODE = "node"
 

@@ -8,6 +8,7 @@ chips. This is not tested on a TPU yet.
 
 from typing import Any
 
+from data.errors import Mistake
 from launch.config import GkeTpuCluster
 from launch.job import Job, Rendered
 from launch.kubernetes import jobset
@@ -15,7 +16,6 @@ from launch.kubernetes.jobset import SECRETS_REMEDY as SECRETS_REMEDY
 from launch.kubernetes.kubectl import alive, logs, status, stop, submit  # noqa: F401
 from launch.kubernetes.pod import Pods, from_pod, host_of
 from launch.plan_check import Machine, tpu_target
-from train.errors import Mistake
 from train.hardware.targets import Target, parse_target
 
 SLICE = "slice"

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from data.errors import Mistake
 from launch.config import kind_of
 from launch.config.cloud_clusters import KubernetesCluster
 from launch.config.clusters import Code
@@ -17,7 +18,6 @@ from launch.kubernetes.pod import CONTAINER, Pods, pod_spec
 from launch.manifest import merge_values, to_yaml
 from launch.plan_check import object_store_mistakes
 from launch.policy import NO_RESTART_CODES, RESTART_CODES
-from train.errors import Mistake
 
 FILE = "jobset.yaml"
 SECRETS_REMEDY = (

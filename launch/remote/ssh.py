@@ -9,6 +9,7 @@ import re
 import sys
 from dataclasses import replace
 
+from data.errors import Mistake
 from launch.config import SshCluster
 from launch.config.clusters import Code
 from launch.job import Job, Rendered, shell
@@ -18,7 +19,6 @@ from launch.remote.run_script import RUN, run_script
 from launch.remote.ssh_hosts import ssh_command, start_line, write_line
 from launch.remote.supervise import alive, logs, stop, submit  # noqa: F401
 from launch.submissions import Submission
-from train.errors import Mistake
 
 SECRETS_REMEDY = (
     "keep it on the hosts: log in there (wandb login), or let cluster.setup read a file"

@@ -7,6 +7,7 @@ over, the VMs are deleted, unless `cluster.keep` is true.
 
 from dataclasses import replace
 
+from data.errors import Mistake
 from launch.config import TpuVmCluster
 from launch.config.clusters import Code
 from launch.job import (
@@ -34,7 +35,6 @@ from launch.remote.tpu_hosts import (
     start_training_line,
 )
 from launch.submissions import Submission
-from train.errors import Mistake
 
 SECRETS_REMEDY = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
 # The Python of the VMs is 3.10, so each start installs a newer Python. constraints.txt

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from data.errors import Mistake
 from data.storage import is_remote
 from launch import gpu_variables as gpu
 from launch.config import SlurmCluster
 from launch.config.clusters import Code
-from train.errors import Mistake
 
 _VALUE = r"[A-Za-z0-9_.,:;/@%+=\[\]()*&|!~^-]+"
 _VALUE_RULE = "may hold only letters, digits, _ . , : ; / @ % + = [ ] ( ) * & | ! ~ ^ -"

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from data.errors import Mistake
 from launch.config import (
     GkeGpuCluster,
     GkeTpuCluster,
@@ -23,7 +24,6 @@ from launch.job import Job, Rendered
 from launch.kubernetes.jobset import FILE
 from launch.submit import BACKENDS
 from tests.fleet import REPOSITORY
-from train.errors import Mistake
 
 UNPACKER = REPOSITORY / "launch" / "unpack.py"
 

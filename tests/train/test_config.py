@@ -7,13 +7,14 @@ import yaml
 
 from data.config import DataConfig
 from data.config_rules import data_mistakes
+from data.errors import Mistake
 from train.cli.hints import similar_names, unknown_key
 from train.cli.presets import CONFIG_DIR
 from train.cli.rules import config_mistakes, must_name_run
 from train.cli.schema import config_yaml, convert, read_yaml
 from train.cli.unread_keys import unread_key_warnings
 from train.config import Config, OptimizerName
-from train.errors import ConfigError, Mistake, exit_code, nearest
+from train.errors import ConfigError, exit_code, nearest
 from train.evaluate.__main__ import EvaluateConfig
 from train.identity import flatten, run_name
 from train.sample.__main__ import SampleConfig

@@ -10,14 +10,14 @@ from typing import ClassVar
 import pytest
 from etils import epath
 
-from data.errors import DataError
+from data.errors import DataError, Mistake
 from tests.train.planted import PLANTED, READABLE
 from train import masking
 from train.cli import command
 from train.cli.command import compose, config_yaml, read_yaml
 from train.cli.quoting import hydra_text
 from train.config import Config
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.identity import config_differences, flatten, run_name
 from train.masking import holds_secret, is_secret_name, mask, mask_output, mask_values
 from train.page import write_page

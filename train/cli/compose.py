@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from data.errors import Mistake
 from train.cli.compat import node_of, override_parser
 from train.cli.flags import flag_mistakes, is_sweep, parse_flags
 from train.cli.hints import (
@@ -31,7 +32,7 @@ from train.cli.presets import Presets, cached_presets, hydra_message, search_pat
 from train.cli.quoting import quote_text
 from train.cli.schema import convert
 from train.config import Config
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.masking import (
     holds_secret,
     is_secret_name,

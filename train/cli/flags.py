@@ -5,11 +5,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import NoReturn
 
+from data.errors import Mistake
 from train.cli.compat import flag_actions, flags_parser
 from train.cli.hints import did_you_mean, keys_of, similar_names
 from train.cli.other_trainers import translate
 from train.config import Config
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 
 
 def parse_flags(argv: Sequence[str]) -> Namespace:

@@ -14,8 +14,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
 
 from data.config import INT32_MAX
+from data.errors import Mistake
 from train.cli.other_trainers import translate
-from train.errors import Mistake
 
 _CLOSE = 0.8  # Spellings that are closer are taken for the same name.
 _VERY_CLOSE = 0.92

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from data.config import DataConfig
+from data.errors import Mistake
 from model.config import ModelConfig
 from model.mixer_catalog import MIXERS
 from train.config import (
@@ -12,7 +13,6 @@ from train.config import (
     ScheduleConfig,
     Transfer,
 )
-from train.errors import Mistake
 
 
 def qk_clip_mistakes(

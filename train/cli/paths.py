@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from train.errors import Mistake
+from data.errors import Mistake
 from train.identity import leaves
 
 # Names of keys, or of tables, whose texts are paths.

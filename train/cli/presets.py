@@ -17,6 +17,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from data.errors import Mistake
 from train.cli.compat import (
     config_loader,
     defaults_list,
@@ -24,7 +25,6 @@ from train.cli.compat import (
     node_of,
     search_folder_first,
 )
-from train.errors import Mistake
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 VERSION_BASE = "1.3"

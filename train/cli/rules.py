@@ -15,6 +15,7 @@ from typing import Any
 
 from data.config import DataConfig
 from data.config_rules import data_mistakes
+from data.errors import Mistake
 from model.choices import Mlp, Position
 from model.config import LOGICAL_AXES, ModelConfig
 from model.config_rules import model_mistakes
@@ -36,7 +37,7 @@ from train.config import (
     TrainConfig,
 )
 from train.core.shards import listed
-from train.errors import Mistake, nearest
+from train.errors import nearest
 
 _SCORES = ("loss", "bits_per_byte")  # names that metrics.jsonl uses for scores
 # For each rule table, the logical axis that no array of the table has.

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from etils import epath
 from omegaconf import OmegaConf
 
+from data.errors import Mistake
 from train.cli.hints import (
     bare_type,
     bounds_in_words,
@@ -27,7 +28,7 @@ from train.cli.hints import (
 from train.cli.paths import text_mistakes
 from train.cli.plain_yaml import check_complete, parse_yaml
 from train.config import Config
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.identity import leaves
 from train.masking import mask_values
 

@@ -12,10 +12,10 @@ from typing import Annotated
 from typing_extensions import Doc
 
 from data.config import Count
+from data.errors import Mistake
 from train.cli.command import run_command
 from train.cli.rules import config_mistakes
 from train.config import Config
-from train.errors import Mistake
 from train.identity import training_config
 
 

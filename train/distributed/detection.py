@@ -14,9 +14,10 @@ import logging
 import os
 from typing import NamedTuple
 
+from data.errors import Mistake
 from train.config import DistributedConfig
 from train.distributed.compat import detect_place
-from train.errors import ABORTED, CRASHED, ConfigError, Exit, Mistake
+from train.errors import ABORTED, CRASHED, ConfigError, Exit
 
 log = logging.getLogger(__name__)
 

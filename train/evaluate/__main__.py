@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from annotated_types import Gt
 from typing_extensions import Doc
 
+from data.errors import Mistake
 from train.cli.command import run_command
 from train.cli.rules import eval_set_mistakes, must_name_run
 from train.config import (
@@ -22,7 +23,7 @@ from train.config import (
     RuntimeConfig,
     Step,
 )
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.identity import run_dir
 
 if TYPE_CHECKING:

@@ -23,8 +23,9 @@ from urllib.request import getproxies
 
 from tiktoken import Encoding
 
+from data.errors import Mistake
 from train.config import EvalConfig
-from train.errors import ConfigError, Mistake, as_typed
+from train.errors import ConfigError, as_typed
 from train.resolve.program import ConfiguredProgram
 
 _SEED = 1234  # seed of few-shot examples, as in the harness' command

@@ -9,7 +9,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from train.errors import ConfigError, Mistake
+from data.errors import Mistake
+from train.errors import ConfigError
 from train.hardware.chips import CHIPS, Chip
 
 CPU = "cpu"  # the devices of this machine

@@ -3,9 +3,10 @@
 from fnmatch import fnmatchcase
 from typing import Any
 
+from data.errors import Mistake
 from model.params import is_info, named
 from train.config import OptimizerConfig, ParameterGroup
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 
 
 def group_of_parameters(

@@ -13,17 +13,11 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from data.errors import Mistake
 from train.cli.command import run_command
 from train.cli.rules import config_mistakes
 from train.config import Platform
-from train.errors import (
-    DOES_NOT_FIT,
-    FINISHED,
-    ConfigError,
-    Mistake,
-    check_all,
-    writing,
-)
+from train.errors import DOES_NOT_FIT, FINISHED, ConfigError, check_all, writing
 from train.hardware.targets import CPU, Target, parse_target
 from train.plan.config import PlanConfig
 

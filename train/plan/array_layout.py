@@ -5,11 +5,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from data.errors import Mistake
 from model.params import named
 from train.console import print_table
 from train.core.layout import bytes_per_device
 from train.core.program import Program
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.units import format_bytes
 
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from data.errors import DataError
+from data.errors import DataError, Mistake
 from data.names import checked_name
 from data.storage import check_regular
 from model.choices import Position
 from model.config import ModelConfig
 from model.params import named
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.pretrained.family import Family
 from train.pretrained.folder_family import (
     class_of,

@@ -9,6 +9,7 @@ multiply by 1 + scale store the same scale as transformers.
 from collections.abc import Callable
 from typing import Any
 
+from data.errors import Mistake
 from model.choices import (
     Activation,
     Mixer,
@@ -22,7 +23,7 @@ from model.choices import (
     TokenShift,
 )
 from model.config import ModelConfig
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.pretrained import names, settings
 from train.pretrained.family import NOT_NULL, Family
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from data.errors import Mistake
 from model.config import ModelConfig
-from train.errors import Mistake, as_typed
+from train.errors import as_typed
 
 NOT_NULL = object()  # any value but null
 

@@ -15,6 +15,7 @@ from etils import epath
 
 from data.beginning import beginning_of
 from data.encoding import FolderEncoding
+from data.errors import Mistake
 from data.phases import tokens_before
 from data.sources import Sources
 from data.storage import is_remote, write_atomically
@@ -23,7 +24,7 @@ from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_files
 from model.choices import Position, Scaling
 from model.config import ModelConfig
 from model.params import named
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.pretrained.families import family_of
 from train.pretrained.family import Family
 from train.pretrained.tensors import FamilyTensors

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.errors import Mistake
 from data.storage import check_regular
 from model.config import ModelConfig
-from train.errors import ConfigError, Mistake, as_typed
+from train.errors import ConfigError, as_typed
 from train.pretrained.class_settings import class_defaults, resolve, rope_of
 from train.pretrained.families import FAMILIES
 from train.pretrained.family import NOT_NULL, Family

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
+from data.errors import Mistake
 from model.config import ModelConfig
 from model.params import ParamInfo, is_info
 from train.config import Config, OptimizerConfig
 from train.core.state import TrainState
-from train.errors import ConfigError, Mistake, as_typed
+from train.errors import ConfigError, as_typed
 from train.identity import config_differences, is_covered
 from train.resolve.program import ConfiguredProgram, make_program
 from train.run.digests import SEAL

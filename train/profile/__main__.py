@@ -11,10 +11,11 @@ from typing import Annotated
 from etils import epath
 from typing_extensions import Doc
 
+from data.errors import Mistake
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.config import Config, Count, RunConfig, Seconds
-from train.errors import CRASHED, ConfigError, Exit, Mistake
+from train.errors import CRASHED, ConfigError, Exit
 from train.identity import run_dir
 
 _REMEDY = "Delete the folder of this profile, and ask for another one."

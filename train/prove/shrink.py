@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from data.errors import Mistake
 from model.choices import Attention, ComputeDtype, Dtype
 from model.config import ModelConfig
 from train.cli.rules import config_mistakes
 from train.config import Config, DcnConfig, MeshConfig, TrainConfig
 from train.core.layout import batch_shards
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.identity import flatten
 from train.prove.divided_step import ACCUMULATION, mesh_of
 from train.resolve.execution import ExecutionChoice

@@ -9,12 +9,12 @@ import jax
 
 from data.config import DataConfig
 from data.encoding import padded_vocab_size
-from data.errors import DataError
+from data.errors import DataError, Mistake
 from data.sources import encoding_of
 from data.storage import write_atomically
 from train.config import Config, RuntimeConfig
 from train.console import print_table
-from train.errors import FINISHED, NOT_PROVED, ConfigError, Mistake
+from train.errors import FINISHED, NOT_PROVED, ConfigError
 from train.identity import run_dir
 from train.prove.divided_step import DividedStep
 from train.prove.kernels import compare_kernels

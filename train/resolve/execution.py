@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from data.errors import Mistake
 from model.axes import AxisRules
 from model.catalog import EXECUTION_PARTS
 from model.choices import (
@@ -32,7 +33,7 @@ from model.products import Quantization
 from train.config import Config, MomentDtype, Remat
 from train.core.layout import batch_shards
 from train.core.shards import num_shards
-from train.errors import ConfigError, Mistake, check_all
+from train.errors import ConfigError, check_all
 from train.hardware.chips import chip_of
 from train.resolve.mesh import Device
 from train.resolve.mesh_sizes import pipeline_of

@@ -10,8 +10,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from data.errors import Mistake
 from train.config import MESH_AXES, MeshConfig
-from train.errors import ConfigError, Mistake, check_all
+from train.errors import ConfigError, check_all
 from train.resolve.mesh_sizes import axis_sizes, least_sizes
 
 Device = Any  # The stubs of JAX declare jax.Device as a variable.

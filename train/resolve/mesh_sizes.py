@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.errors import Mistake
 from model.choices import Mlp
 from model.config import ModelConfig
 from model.mixer_catalog import MIXERS
@@ -21,7 +22,7 @@ from train.config import (
     TrainConfig,
 )
 from train.core.shards import PipelineSchedule, listed, num_shards
-from train.errors import ConfigError, Mistake, check_all, nearest
+from train.errors import ConfigError, check_all, nearest
 
 # If one of these environment variables is set, there may be other processes or devices.
 _CLUSTER_VARIABLES = (

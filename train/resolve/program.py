@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from data.batch import Batch
 from data.config import DataConfig
+from data.errors import Mistake
 from model.catalog import MODEL_PARTS
 from model.choices import Position
 from model.execution import Execution
@@ -24,7 +25,7 @@ from train.core.layout import StateLayout, batch_shards
 from train.core.program import Program, sharded_state
 from train.core.recipe import Recipe
 from train.core.shards import PipelineSchedule
-from train.errors import ConfigError, Mistake, check_all
+from train.errors import ConfigError, check_all
 from train.hardware.collective_steps import collective_steps
 from train.losses.catalog import make_loss
 from train.optimizers.catalog import OPTIMIZERS

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from data.errors import Mistake
 from model.axes import AxisRules, MeshAxes, partition_spec
 from model.params import ParamInfo
 from train.config import MeshConfig
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.resolve.mesh_sizes import dim_mistake
 
 

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from etils import epath
 
 from data.config import DataConfig
-from data.errors import DataError
+from data.errors import DataError, Mistake
 from data.phases import Phase, batch_number, phases_of
 from data.storage import NotAFileError, copy_file, is_remote
 from train.cli.schema import config_yaml, read_yaml
 from train.config import Config, DistributedConfig, RunConfig
 from train.core.optimizer.schedule import Factor, make_schedule
-from train.errors import CRASHED, ConfigError, Exit, Mistake
+from train.errors import CRASHED, ConfigError, Exit
 from train.identity import ALLOWED, config_differences
 from train.masking import mask
 from train.run.continuation import check_changes

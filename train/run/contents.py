@@ -8,10 +8,11 @@ was saved.
 from collections.abc import Mapping
 from typing import Any
 
+from data.errors import Mistake
 from model.params import named
 from train.core.optimizer.moments import in_saved_format
 from train.core.state import TrainState
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 
 _OPTIONAL = ("optimizer.average.", "recent.")
 

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from etils import epath
 
+from data.errors import Mistake
 from model.catalog import MODEL_PARTS
 from model.config import ModelConfig
 from model.gpt import abstract_gpt, params_of
 from model.params import named
 from train.config import Schedule, ScheduleConfig
 from train.core.optimizer.schedule import make_schedule
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.identity import ChangeKind, Difference, config_differences, refused
 from train.run.digests import newest_description
 from train.run.history import evidence_of_checkpoint

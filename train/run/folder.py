@@ -4,7 +4,7 @@ from pathlib import Path
 
 from etils import epath
 
-from data.errors import DataError
+from data.errors import DataError, Mistake
 from data.storage import (
     StorageError,
     check_regular,
@@ -14,7 +14,7 @@ from data.storage import (
     storage_path,
     wait_for_answer,
 )
-from train.errors import CRASHED, ConfigError, Exit, Mistake
+from train.errors import CRASHED, ConfigError, Exit
 from train.records import damaged
 from train.run.digests import DESCRIPTION, saved_steps
 

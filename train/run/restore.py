@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from data.errors import DataError
+from data.errors import DataError, Mistake
 from data.storage import move_folder
 from model.params import named
 from train.core.optimizer.update import OptimizerState, averages
 from train.core.state import TrainState
 from train.distributed.processes import Cluster
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.run.contents import arrays_to_load, params_to_load
 from train.run.digests import (
     digests,

@@ -15,13 +15,13 @@ from typing import Any
 from etils import epath
 
 from data.config import DataConfig
-from data.errors import DataError
+from data.errors import DataError, Mistake
 from data.names import numbers_in
 from data.sources import Sources
 from data.storage import StorageError
 from train.cli.schema import read_yaml
 from train.config import Config
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.identity import config_differences
 from train.records import damaged, read_record, record_or_warn
 from train.run.digests import newest_description

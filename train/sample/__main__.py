@@ -14,11 +14,12 @@ from etils import epath
 from typing_extensions import Doc
 
 from data.config import Seed
+from data.errors import Mistake
 from data.storage import check_regular, is_remote
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.config import Count, NotNegative, RunConfig, RuntimeConfig, Step
-from train.errors import ConfigError, Mistake, writing
+from train.errors import ConfigError, writing
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,10 @@ from tiktoken import Encoding
 
 from data.beginning import Beginning
 from data.encoding import END_OF_TEXT, decode, encode
+from data.errors import Mistake
 from model.axes import mesh_axes
 from model.choices import Mlp, Position
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError
 from train.resolve.program import ConfiguredProgram
 from train.sample.generate import Decoder, Sampling, generate
 

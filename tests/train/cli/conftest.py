@@ -16,8 +16,8 @@ PROGRAM = """
 import os, sys
 from train.cli.command import run_command, config_yaml
 from train.config import Config
-from train.errors import ConfigError, Mistake
-from data.errors import DataError
+from train.errors import ConfigError
+from data.errors import DataError, Mistake
 
 def main(config: Config) -> int:
     if config.seed == 65:

@@ -10,9 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from data.errors import Mistake
 from train.cli.rules import config_mistakes
 from train.config import Config
-from train.errors import ConfigError, Exit, Mistake, as_typed
+from train.errors import ConfigError, Exit, as_typed
 from train.hardware.interconnect import num_slices
 from train.plan.budget import MemoryBudget
 from train.plan.plan import Plan, estimate
