@@ -63,6 +63,7 @@ def test_an_output_below_a_file_is_refused(words, folder, forks: Forks, command)
     assert result.returncode in (65, 78), result.stderr
     assert "Traceback" not in result.stderr
     assert "output" in result.stderr
+    assert "trained  " not in result.stdout  # no model was, in vain
     assert str(folder / "file") in result.stderr
 
 

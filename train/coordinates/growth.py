@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from data.catalog import text_store
 from data.sources import open_sources
+from data.storage import is_remote
 from train.console import print_table
 from train.coordinates.measure import ModelFamily, measure
 from train.errors import FINISHED, NOT_PROVED, writing
@@ -47,6 +48,10 @@ def compare_sizes(
         ConfigError: a model of one of the sizes breaks a rule, or the page cannot be
             written.
     """
+    path = run_folder(output, "output")
+    if not is_remote(path):
+        with writing("output", path):  # a mistake is told before models are trained
+            path.parent.mkdir(parents=True, exist_ok=True)
     steep = list[str]()
     charts = dict[str, Any]()
     tables = list[Any]()
@@ -71,7 +76,6 @@ def compare_sizes(
         lines = {name: name for name in curves}
         title = f"Root mean squares by {axis}"
         charts[axis] = [chart(curves, title, lines, from_zero=True)]
-    path = run_folder(output, "output")
     page = {"name": "coordinates", "tables": tables, "axes": charts, "restarts": []}
     with writing("output", path):
         write_page(path, TEMPLATE, page)
