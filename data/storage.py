@@ -148,7 +148,7 @@ def storage_path(location: str) -> epath.Path:
     os.environ.setdefault("AWS_RETRY_MODE", "standard")
     os.environ.setdefault("AWS_MAX_ATTEMPTS", "15")
     try:
-        fsspec.filesystem(scheme)
+        fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         message = f"{error}: pip install -e '.[{EXTRAS[scheme]}]'"
         raise ValueError(message) from None
