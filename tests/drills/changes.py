@@ -51,7 +51,7 @@ def another_model_batch_dtype_and_tokenizer(ground: Ground) -> str:
     changes = {
         "model.embed_dim": ("64", "32"),
         "model.param_dtype": ("bfloat16", "float32"),
-        "data.batch_size": ("32", "64"),
+        "data.batch_size": ("16", "8"),
         "data.tokenizer": (str(ranks), "bytes"),
         "data.tokenizer_sha256": (digest, "None"),
     }

@@ -18,11 +18,10 @@ STEPS = 40  # the last step of an undisturbed run
 HALF = 20  # the step from which a run of `half` continues
 OVERRIDES = (
     *TINY,
-    # The rate is constant, so a shorter run is the beginning of a longer one. Large
-    # batches make a step long enough for a signal to hit it.
-    *("schedule=constant", "data.sequence_length=64", "data.batch_size=64"),
-    *(f"train.num_steps={STEPS}", "checkpoint.save_interval_steps=5"),
-    *("eval.final_num_batches=1", "run.lease_interval_s=0.5", "run.lease_timeout_s=8"),
+    # The rate is constant, so a shorter run is the beginning of a longer one.
+    *("schedule=constant", f"train.num_steps={STEPS}"),
+    *("checkpoint.save_interval_steps=5", "eval.final_num_batches=1"),
+    *("run.lease_interval_s=0.5", "run.lease_timeout_s=8"),
     "runtime.allow_fault_injection=true",
 )
 _MARK = "LONGHAUL_DRILL_PLACE"  # set for all processes of a drill

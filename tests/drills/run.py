@@ -11,6 +11,10 @@ import tensorstore as ts
 
 from tests.fleet import Fleet
 
+# Steps take a tenth of a second longer, so that a signal can hit a run of small steps.
+# No one writes the file that would end this pace.
+PACE = {"LONGHAUL_DRILL": "pace:0.1:never"}
+
 
 class Run:
     """A run directory and its starts."""
@@ -31,9 +35,12 @@ class Run:
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> Fleet:
-        """Start the processes with more overrides; `Fleet` gets the `options`."""
+        """Start the processes with more overrides, at a slow pace if no fault is set.
+
+        `Fleet` gets the `options`.
+        """
         overrides = [*self.overrides, f"run.dir={self.path}", *more]
-        variables = {**self._environment, **(environment or {})}
+        variables = {**self._environment, **PACE, **(environment or {})}
         return Fleet(self._logs(), overrides, count, environment=variables, **options)
 
     def other(self, module: str, *overrides: str) -> Fleet:
@@ -45,9 +52,16 @@ class Run:
         self._starts += 1
         return self._place / f"{self._name}.{self._starts}"
 
-    def finish(self, *more: str, count: int = 1, **options: Any) -> Fleet:
+    def finish(
+        self,
+        *more: str,
+        count: int = 1,
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> Fleet:
         """Start the run, and wait until every process ends with 0."""
-        fleet = self.start(*more, count=count, **options)
+        variables = {"LONGHAUL_DRILL": "", **(environment or {})}
+        fleet = self.start(*more, count=count, environment=variables, **options)
         codes = fleet.wait(600)
         assert codes == [0] * count, f"exit codes {codes}: {fleet.said()[-2000:]}"
         return fleet
