@@ -41,7 +41,7 @@ def updates_that_are_not_finite(ground: Ground) -> str:
 
 @drill(19, promise="bad batch")
 def a_spike_and_going_back_before_it(ground: Ground) -> str:
-    """A loss 1.8 sigma above the last 16 steps is a spike, and the first spike stops the
+    """A loss 1.8 sigma above the last 16 steps is a spike, and the first one stops the
     run. Each time, run.rewind_to goes back two steps and data.skip_batches skips the
     batch -> each stop exits with 3 and names the batch; the end is bitwise equal to
     that of a run that skipped these batches from its start."""

@@ -39,7 +39,7 @@ def goes_on(run: Run, step: int, *more: str, **options: Any) -> None:
     assert f"from step {step}\n" in fleet.said(), fleet.said()[-2000:]
 
 
-@drill(4, promise="SIGTERM")
+@drill(4)
 def sigterm_to_one_process(ground: Ground) -> str:
     """SIGTERM arrives between two steps -> the step is saved and sealed, and the exit
     code is 42 within 15 s; the next start continues from it and ends with the bits of

@@ -38,10 +38,10 @@ def one_of_two_stopped(ground: Ground) -> str:
 @drill(16, promise="hang")
 def one_of_two_stuck_in_python(ground: Ground) -> str:
     """Process 1 of two sleeps forever after step 7 (LONGHAUL_DRILL), with a watchdog of
-    10 s -> both end with 134, the stacks of both are on disk, and process 1 is named as
+    20 s -> both end with 134, the stacks of both are on disk, and process 1 is named as
     the late one; the next start ends with the same bits."""
     run = ground.run()
-    limit = "watchdog.step_timeout_s=10"
+    limit = "watchdog.step_timeout_s=20"
     ground.traceback = True  # one sees that its peer was aborted first
     fleet = run.start(limit, count=2, environment={"LONGHAUL_DRILL": "stuck:1:7"})
     expect("exit codes", fleet.wait(180), [_ABORTED] * 2)

@@ -10,7 +10,7 @@ from tests.drills.preemption import after_steps, goes_on
 from tests.drills.run import Run, until
 
 
-@drill(1, promise="kill -9")
+@drill(1)
 def killed_before_the_first_save(ground: Ground) -> str:
     """SIGKILL arrives before anything is saved -> the exit code is 137; the next start
     begins at step 0, and has the losses and the bits of an undisturbed run."""

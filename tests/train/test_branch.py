@@ -230,8 +230,17 @@ FATES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize(
     ("fate", "lost"),
     [
-        *((fate, None) for fate in FATES),
-        *(("deleted", lost) for lost in LOSSES),
+        *(("changed", None), ("deleted", None), ("another run", None)),
+        ("deleted", "torn"),
+        *(
+            pytest.param(fate, None, marks=pytest.mark.slow)
+            for fate in ("moved", "without checkpoints", "without a config", "damaged")
+        ),
+        *(
+            pytest.param("deleted", lost, marks=pytest.mark.slow)
+            for lost in LOSSES
+            if lost != "torn"
+        ),
     ],
 )
 def test_a_branch_reads_its_trunk_once(trunk, tmp_path, fate, lost):

@@ -18,7 +18,7 @@ from train.core.step import make_gradients
 from train.resolve.program import recipe_of
 
 DEPTH = 2
-KEYS = (f"model.predict_ahead={DEPTH}", "data.batch_size=4", "model.embed_dim=16")
+KEYS = (f"model.predict_ahead={DEPTH}", "data.batch_size=2", "model.embed_dim=16")
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def total_loss(program, params, batch: Batch):
 
 
 def test_loss_and_gradients_are_those_of_documents_alone(program, params, store):
-    batch = Order(store, program.config.data, 0).read(0)
-    assert (batch.segment_ids.max(axis=1) > 1).any()
+    batches = map(Order(store, program.config.data, 0).read, range(10))
+    batch = next(b for b in batches if (b.segment_ids.max(axis=1) > 1).any())
     step = make_gradients(program.model, program.execution, program.recipe)
     result = jax.jit(step)(params, jax.tree.map(jnp.asarray, batch))
     loss = jax.value_and_grad(lambda p: total_loss(program, p, batch), has_aux=True)

@@ -76,12 +76,17 @@ def test_a_run_stopped_in_every_way_goes_on_as_if_nothing_had_happened(
 ):
     """A preemption notice and a person's interrupt leave a save; kill -9 does not.
 
-    The events of all starts add up to the wall time of an outside clock.
+    The first start is killed before anything is saved. The events of all starts add up
+    to the wall time of an outside clock.
     """
     run = folder / "stopped"
     started_at = time.time()
+    killed = door(run, at_step=3, number=signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL
+    assert saved_steps(run) == []
     preempted = door(run, at_step=7, number=signal.SIGTERM)
     assert preempted.returncode == 42, preempted.stderr
+    assert "from step 0\n" in preempted.stdout
     assert "asked to stop: saved step" in preempted.stderr
     assert saved_steps(run)[-1] == steps(run)[-1]["step"] in range(7, 11)
     interrupted = door(run, at_step=12, number=signal.SIGINT)
@@ -100,13 +105,13 @@ def test_a_run_stopped_in_every_way_goes_on_as_if_nothing_had_happened(
     assert_same(run, straight)
 
     goodput = goodput_of(read_events(run))
-    assert [start.code for start in goodput.starts] == [42, 130, None, 0]
+    assert [start.code for start in goodput.starts] == [None, 42, 130, None, 0]
     # The tolerance is a percent, and the time to start a process.
     wall_s = goodput.starts[-1].ended - started_at
     assert goodput.wall_s == pytest.approx(wall_s, rel=0.01, abs=1.0)
     assert {"start", "prepare", "restore", "step", "eval", "save"} <= {*goodput.buckets}
     assert "other" not in goodput.buckets
-    assert "in 4 starts" in result.stdout
+    assert "in 5 starts" in result.stdout
 
 
 def test_a_finished_run_says_so_and_how_to_go_on(door, copy):

@@ -71,7 +71,11 @@ def exported(programs, tmp_path_factory):
             marks=pytest.mark.slow,
         ),
         ("gpt-oss", ("mesh.expert=2", "mesh.tensor=2", "mesh.fsdp=2")),
-        ("glm 4.5", ("mesh.expert=2", "mesh.tensor=2", "mesh.fsdp=2")),
+        pytest.param(
+            "glm 4.5",
+            ("mesh.expert=2", "mesh.tensor=2", "mesh.fsdp=2"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("glm 4.5, one group", CUBE, marks=pytest.mark.slow),
         pytest.param("deepseek v3", CUBE, marks=pytest.mark.slow),
         # A device has half of each head's rotated dims.
