@@ -42,7 +42,7 @@ class Elsewhere(SimpleNamespace):
 def elsewhere(monkeypatch) -> Elsewhere:
     backend = Elsewhere(
         SECRETS_REMEDY="",
-        mistakes=lambda *_: [],
+        cluster_mistakes=lambda *_: [],
         machine=lambda _: Machine(),
         render=lambda *_: Rendered({"job.sh": "line\n"}, ["bash", "job.sh"]),
         alive=lambda _: False,
