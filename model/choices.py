@@ -45,20 +45,6 @@ INTERMEDIATES: tuple[Intermediate, ...] = get_args(Intermediate)
 OffloadName = Literal["residual", Intermediate]
 
 
-class Mixer(StrEnum):
-    """How a layer mixes positions.
-
-    `attention`: each query head has keys and values, or shares them with other heads.
-    `latent_attention`: keys and values of all heads are expanded from one compressed
-    vector for each position (model/parts/latent/attention.py).
-    `gated_delta`: a gated delta net, whose state has a fixed size (model/parts/delta/).
-    """
-
-    attention = "attention"
-    latent_attention = "latent_attention"
-    gated_delta = "gated_delta"
-
-
 class Norm(StrEnum):
     """The kind of the norms in each layer and before the head."""
 

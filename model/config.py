@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from annotated_types import Ge, Gt, Le
 from typing_extensions import Doc
@@ -18,7 +18,6 @@ from model.choices import (
     Dtype,
     End,
     Init,
-    Mixer,
     Mlp,
     Norm,
     NormPlacement,
@@ -36,12 +35,16 @@ from model.choices import (
 
 VOCAB_MULTIPLE = 128  # large vocabularies are padded to a multiple of this
 _MIN_PADDED_VOCAB = 1024
+LATENT_ATTENTION = "latent_attention"  # the name of the mixer in model/parts/latent/
 
 # The logical axes. Rule tables map them to mesh axes (model/axes.py).
 LOGICAL_AXES = (
     *("batch", "seq", "vocab", "embed", "heads", "kv_heads", "head_dim"),
     *("mlp", "experts", "layers"),
 )
+
+
+Section = TypeVar("Section")
 
 
 class DeltaSizes(NamedTuple):
@@ -79,12 +82,13 @@ class ModelConfig:
         Size | None, Doc("The number of learned positions. null: data.sequence_length.")
     ] = None
 
+    # train/config/model.py restricts these two to the names of mixers.
     mixer: Annotated[
-        Mixer,
+        str,
         Doc("How a layer mixes positions: attention, latent_attention or gated_delta."),
-    ] = Mixer.attention
+    ] = "attention"
     mixer_pattern: Annotated[
-        tuple[Mixer, ...] | None,
+        tuple[str, ...] | None,
         Doc(
             "The mixers of layers, repeated over the depth. null: model.mixer "
             "everywhere."
@@ -327,6 +331,14 @@ class ModelConfig:
         ),
     ] = None
 
+    def part(self, section: type[Section]) -> Section:
+        """Return the values of a part's own keys, given the dataclass that has them.
+
+        A model that is built without a command line has their defaults
+        (train/config/model.py).
+        """
+        return section()
+
     @property
     def vocab_rows(self) -> int:
         """Number of rows of the embedding and columns of the head, padding included.
@@ -402,14 +414,14 @@ class ModelConfig:
         return tuple(self.window if reach == "local" else None for reach in reaches)
 
     @property
-    def mixers(self) -> tuple[Mixer, ...]:
+    def mixers(self) -> tuple[str, ...]:
         """The mixer of each layer."""
         return tuple(self._repeat(self.mixer_pattern or (self.mixer,)))
 
     @property
     def has_latent_attention(self) -> bool:
         """Whether the attention of layers is latent attention."""
-        return Mixer.latent_attention in self.mixers
+        return LATENT_ATTENTION in self.mixers
 
     def _repeat(self, pattern: Sequence[Any]) -> Iterator[Any]:
         return itertools.islice(itertools.cycle(pattern), self.num_layers)

@@ -4,20 +4,13 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from data.errors import Mistake
-from model.choices import Dtype, Mixer, Mlp, Position, Scaling, TokenShift
-from model.config import ModelConfig
+from model.choices import Dtype, Mlp, Position, Scaling, TokenShift
+from model.config import LATENT_ATTENTION, ModelConfig
+from model.mixer_catalog import MIXERS
 
 # Whether a rule holds, then the field that it is about, the other fields that it reads,
 # and the text of the rule and the remedy.
 _Rule = tuple[bool, str, tuple[str, ...], str]
-
-# The values of fields that latent attention does not read.
-_WITH_LATENT_ATTENTION = {
-    **{"num_kv_heads": None, "head_dim": None, "qk_norm": False, "qkv_bias": False},
-    **{"window": None, "query_scale_dim": None, "attention_sinks": False},
-    **{"attention_soft_cap": None, "attention_gate": False},
-    **{"position": Position.rotary, "rotary_fraction": 1.0, "bias": False},
-}
 
 
 def model_mistakes(model: ModelConfig) -> list[Mistake]:
@@ -26,10 +19,9 @@ def model_mistakes(model: ModelConfig) -> list[Mistake]:
         *_shape_rules(model),
         *_choice_rules(model),
         *_dtype_rules(model),
-        *_latent_rules(model),
         *_expert_rules(model),
     )
-    return [
+    mistakes = [
         Mistake(
             key=f"model.{field}",
             value=attrgetter(field)(model),
@@ -39,6 +31,7 @@ def model_mistakes(model: ModelConfig) -> list[Mistake]:
         for holds, field, reads, text in rules
         if not holds
     ]
+    return [*mistakes, *(m for kind in MIXERS.values() for m in kind.rules(model))]
 
 
 def _shape_rules(model: ModelConfig) -> Iterator[_Rule]:
@@ -65,14 +58,6 @@ def _shape_rules(model: ModelConfig) -> Iterator[_Rule]:
         f"must be divisible by 4 with model.token_shift={model.token_shift}, which "
         "shifts a quarter of the channels",
     )
-    key_heads, value_heads, *_ = model.delta_sizes
-    yield (
-        value_heads % key_heads == 0,
-        "delta_value_heads",
-        ("delta_key_heads", "num_heads"),
-        f"must be a multiple of the {key_heads} key heads (model.delta_key_heads, by "
-        "default model.num_heads); each key head serves the same number of value heads",
-    )
     yield (
         model.position is not Position.rotary or model.rotary_dim >= 2,
         "rotary_fraction",
@@ -83,7 +68,7 @@ def _shape_rules(model: ModelConfig) -> Iterator[_Rule]:
 
 
 def _choice_rules(model: ModelConfig) -> Iterator[_Rule]:
-    attentions = {Mixer.attention, Mixer.latent_attention}
+    attentions = {"attention", LATENT_ATTENTION}
     yield (
         model.mixer_pattern != () and not attentions <= {*(model.mixer_pattern or ())},
         "mixer_pattern",
@@ -158,25 +143,6 @@ def _dtype_rules(model: ModelConfig) -> Iterator[_Rule]:
         ("num_layers",),
         f"must be first, last, or numbers below model.num_layers={model.num_layers},"
         " and leave other layers; otherwise use model.compute_dtype=auto",
-    )
-
-
-def _latent_rules(model: ModelConfig) -> Iterator[_Rule]:
-    if not model.has_latent_attention:
-        return
-    for field, value in _WITH_LATENT_ATTENTION.items():
-        text = "null" if value is None else str(value).lower()
-        yield (
-            getattr(model, field) == value,
-            field,
-            ("mixer", "mixer_pattern"),
-            f"must be {text} with latent_attention layers",
-        )
-    yield (
-        model.rope_head_dim % 2 == 0,
-        "rope_head_dim",
-        ("mixer", "mixer_pattern"),
-        "must be even, because pairs of dims are rotated",
     )
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from model.choices import Mixer
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.mixer_kind import MixerKind
@@ -23,7 +22,7 @@ Shift = Callable[
 class ModelParts(NamedTuple):
     """Functions that make the parts of a model.
 
-    mixers: the record of each mixer.
+    mixers: the record of each mixer, by its name.
     mlp: makes the MLP of a block without experts.
     experts: makes the MLP of a block with experts.
     shift: shifts channels of the inputs of a block's mixer and MLP by one position.
@@ -31,7 +30,7 @@ class ModelParts(NamedTuple):
         by their `run` (model/parts/predict_ahead.py).
     """
 
-    mixers: Mapping[Mixer, MixerKind]
+    mixers: Mapping[str, MixerKind]
     mlp: Make
     experts: Make
     shift: Shift

@@ -8,14 +8,14 @@ are a function of the model's config only, because checkpoints are laid out by t
 from functools import cache
 from typing import NamedTuple
 
-from model.choices import Mixer, Mlp
+from model.choices import Mlp
 from model.config import ModelConfig
 
 
 class BlockKind(NamedTuple):
     """The properties of a block that decide which parameters it has."""
 
-    mixer: Mixer
+    mixer: str
     experts: bool
 
 

@@ -1,10 +1,10 @@
 """Caches of the earlier positions of a layer, and attention to keys and values.
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
-V value dim, C latent dim or shifted channels, L layers.
+V value dim, C shifted channels, L layers.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,26 @@ from jaxtyping import Array, Float, Int
 from model.attention import masks, xla
 from model.attention.inputs import Inputs
 from model.attention.method import AttentionOptions
+
+
+@runtime_checkable
+class MixerCache(Protocol):
+    """A NamedTuple of arrays [*L, B, ...]: what a mixer keeps of earlier positions."""
+
+    @property
+    def length(self) -> Int[Array, "*L"]:
+        """The number of filled positions."""
+        ...
+
+    @property
+    def first_B(self) -> Int[Array, "*L B"] | None:
+        """The first position of each row; None if all begin at 0."""
+        ...
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether arrays are [*L, B, S, ...], so that devices can divide positions."""
+        ...
 
 
 class KeysValues(NamedTuple):
@@ -25,6 +45,7 @@ class KeysValues(NamedTuple):
     values: Float[Array, "*L B S K V"]
     length: Int[Array, "*L"]
     first_B: Int[Array, "*L B"] | None = None
+    has_positions = True
 
     def append(
         self, k_BTKH: Float[Array, "B T K H"], v_BTKV: Float[Array, "B T K V"]
@@ -37,47 +58,6 @@ class KeysValues(NamedTuple):
             self.length + k_BTKH.shape[1],
             self.first_B,
         )
-
-
-class Latents(NamedTuple):
-    """The latents of the first `length` positions, in an array of S positions.
-
-    A latent has the normalised values from which keys and values are expanded, and then
-    the rotated part of all keys (model/parts/latent/attention.py). `first_B` is
-    explained in `KeysValues`.
-    """
-
-    latents: Float[Array, "*L B S C"]
-    length: Int[Array, "*L"]
-    first_B: Int[Array, "*L B"] | None = None
-
-    def append(self, x_BTC: Float[Array, "B T C"]) -> "Latents":
-        """Return the cache with T more positions after the filled positions."""
-        write = jax.lax.dynamic_update_slice_in_dim
-        latents = write(self.latents, x_BTC, self.length, axis=1)
-        return self._replace(latents=latents, length=self.length + x_BTC.shape[1])
-
-    def as_keys_values(self, value_dim: int) -> KeysValues:
-        """Return the latents as keys, and their first dims as values, of one head."""
-        k_BS1C = self.latents[:, :, None]
-        return KeysValues(k_BS1C, k_BS1C[..., :value_dim], self.length, self.first_B)
-
-
-class DeltaState(NamedTuple):
-    """The state of a gated delta net after `length` positions (model/parts/delta/).
-
-    Row b begins at position first_B[b], or at 0 if first_B is None. `inputs` are the
-    last E inputs of the convolutions of queries, keys and values. R value heads share a
-    key head.
-    """
-
-    state: Float[Array, "*L B K R H V"]
-    inputs: tuple[Float[Array, "*L B E heads dim"], ...]
-    length: Int[Array, "*L"]
-    first_B: Int[Array, "*L B"] | None = None
-
-
-MixerCache = KeysValues | Latents | DeltaState
 
 
 class LayerCache(NamedTuple):

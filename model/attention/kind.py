@@ -35,9 +35,11 @@ def _flops(model: ModelConfig, window: int | None, length: int) -> int:
 
 
 ATTENTION = MixerKind(
+    name="attention",
     make=_make,
     dims=head_dims,
     flops=_flops,
     flops_formula="12 L C T",
     keys=_KEYS,
+    width_keys=("num_heads", "num_kv_heads"),
 )

@@ -2,23 +2,19 @@
 
 import pytest
 
-from model.catalog import MODEL_PARTS
-from model.choices import ComputeDtype, Dtype, Mixer
+from model.choices import ComputeDtype, Dtype
 from model.config import LOGICAL_AXES, ModelConfig
 from model.mixer_catalog import MIXERS
 from model.parts.eight_bits.recipes import RECIPES
 from train.identity import flatten
 
 
-def test_each_mixer_has_a_module():
-    assert MODEL_PARTS.mixers.keys() == {*Mixer}
-
-
-@pytest.mark.parametrize("mixer", Mixer)
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_the_record_of_a_mixer_names_keys_that_exist(mixer):
     kind = MIXERS[mixer]
     config = ModelConfig(mixer=mixer, query_rank=16)
     keys = set(flatten(config))
+    assert {*kind.small_sizes, *kind.width_keys} <= keys
     for prefix in kind.keys:
         assert any(key.startswith(prefix) for key in keys), prefix
     assert {dim.key for dim in kind.dims(config)} <= keys

@@ -8,7 +8,6 @@ import pytest
 from model.choices import (
     ComputeDtype,
     Dtype,
-    Mixer,
     Mlp,
     RopeScaling,
     Scaling,
@@ -20,7 +19,7 @@ from train.cli.schema import convert
 from train.config import Config
 
 MOE = {"mlp": Mlp.moe, "num_experts": 8}
-LATENT_HYBRID = Mixer.gated_delta, Mixer.latent_attention
+LATENT_HYBRID = "gated_delta", "latent_attention"
 SHIFT = {"token_shift": TokenShift.mlp}
 INT8 = {"compute_dtype": ComputeDtype.int8}
 
@@ -56,7 +55,7 @@ INT8 = {"compute_dtype": ComputeDtype.int8}
         ),
         ({"window": 4, "layer_pattern": ()}, ["layer_pattern"]),
         ({"mixer_pattern": ()}, ["mixer_pattern"]),
-        ({"mixer_pattern": (*Mixer,)}, ["mixer_pattern"]),
+        ({"mixer_pattern": ("attention", "latent_attention")}, ["mixer_pattern"]),
         ({"mixer_pattern": LATENT_HYBRID, "window": 4}, ["window"]),
         ({"delta_key_heads": 4, "delta_value_heads": 6}, ["delta_value_heads"]),
         (MOE | {"router_groups": 3}, ["router_groups"]),

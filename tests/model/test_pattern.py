@@ -2,13 +2,13 @@
 
 import pytest
 
-from model.choices import Mixer, Mlp
+from model.choices import Mlp
 from model.config import ModelConfig
 from model.pattern import kinds_of, segments_of
 
 SPARSE = {"mlp": Mlp.moe, "num_experts": 2}
 WINDOWS = {"window": 4, "layer_pattern": ("local", "global")}
-HYBRID = (*[Mixer.gated_delta] * 3, Mixer.attention)
+HYBRID = (*["gated_delta"] * 3, "attention")
 DENSE_FIRST = {**SPARSE, "dense_layers": 1}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from data.config import Source
-from model.choices import Activation, Mixer, Mlp, Position, Scaling
+from model.choices import Activation, Mlp, Position, Scaling
 from model.config import ModelConfig
 from model.mixer_catalog import MIXERS
 from train.config import (
@@ -44,7 +44,7 @@ def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
 
 def _unread_mixer_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     """Yield the same for keys that only some mixers read."""
-    readers = dict[str, list[Mixer]]()
+    readers = dict[str, list[str]]()
     for mixer, kind in MIXERS.items():
         for key in kind.keys:
             readers.setdefault(key, []).append(mixer)

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Self
 from typing_extensions import Doc
 
 from data.config import Count, DataConfig, Number, RunSeed
-from model.config import ModelConfig
 from train.config.bounds import Batches, NotNegative, Seconds, Step
 from train.config.machine import (
     DistributedConfig,
@@ -22,6 +21,7 @@ from train.config.machine import (
     WatchdogConfig,
 )
 from train.config.mesh import MESH_AXES, DcnConfig, MeshConfig
+from train.config.model import ModelSection
 from train.config.monitoring import (
     EvalConfig,
     EvalSet,
@@ -120,7 +120,7 @@ class Config:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelSection = field(default_factory=ModelSection)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -137,7 +137,13 @@ class Config:
         """Return this config with other values of keys such as `model.embed_dim`."""
         config = self
         for key, value in changes.items():
-            section, _, name = key.partition(".")
-            part = replace(getattr(config, section), **{name: value})
-            config = replace(config, **{section: part})
+            config = _with_value(config, key, value)
         return config
+
+
+def _with_value(section: Any, key: str, value: object) -> Any:
+    """Return a section with another value of a key, or of a key in a section of it."""
+    name, _, inner_key = key.partition(".")
+    if inner_key:
+        value = _with_value(getattr(section, name), inner_key, value)
+    return replace(section, **{name: value})

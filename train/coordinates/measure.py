@@ -1,6 +1,7 @@
 """Train a small model for a few steps, and measure its activations."""
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from data.sources import Sources
 from model.choices import ComputeDtype, Dtype
 from model.execution import CallContext
 from model.gpt import bind
+from model.mixer_catalog import MIXERS
 from model.taps import Taps
 from train.config import MESH_AXES, Config, DcnConfig, Schedule, ScheduleConfig
 from train.core.feed import place
@@ -26,10 +28,8 @@ SEEDS = 3
 # A tenth of the run's learning rates: so small updates add up, whatever their sign.
 _RATE_FACTOR = 0.1
 # The sizes of a model that grow with its width.
-_INNER = (
-    *("num_heads", "num_kv_heads", "mlp_dim", "expert_dim", "query_rank", "kv_rank"),
-    *("delta_key_heads", "delta_value_heads"),
-)
+_INNER = ["mlp_dim", "expert_dim"]
+_INNER += [key for kind in MIXERS.values() for key in kind.width_keys]
 
 
 class _Recorder(Taps):
@@ -57,7 +57,7 @@ class ModelFamily:
         model = self.config.model
         data = self.config.data
         optimizer = self.config.optimizer
-        inner = {f"model.{key}": getattr(model, key) for key in _INNER}
+        inner = {f"model.{key}": attrgetter(key)(model) for key in _INNER}
         changes = {
             **{k: n and max(1, n * width // model.embed_dim) for k, n in inner.items()},
             **{f"mesh.{axis}": 1 for axis in MESH_AXES},

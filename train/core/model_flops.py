@@ -14,7 +14,6 @@ A mixer that does not attend takes something else instead of 12 C T, as its reco
 from collections.abc import Mapping
 from typing import Any
 
-from model.choices import Mixer
 from model.config import ModelConfig
 from model.count import active_parts
 from model.mixer_kind import MixerKind
@@ -42,7 +41,7 @@ def weight_flops(model: ModelConfig, params: Any, infos: Any) -> int:
 
 
 def mixer_flops(
-    model: ModelConfig, mixers: Mapping[Mixer, MixerKind], length: int
+    model: ModelConfig, mixers: Mapping[str, MixerKind], length: int
 ) -> int:
     """Return 12 C T, or what other mixers take, summed over layers.
 

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from model.choices import Mixer
-from model.config import ModelConfig
+from model.attention.kind import ATTENTION
+from model.config import LATENT_ATTENTION, ModelConfig
 from model.params import LAYERS
 from model.pattern import segments_of
 
@@ -44,9 +44,9 @@ def clip_scores(
         for slot, kind in enumerate(segment.pattern):
             attention = params[LAYERS][str(number)][str(slot)]["attention"]
             slot_gamma_LN = gamma_LN[np.array(segment.layers(slot))]
-            if kind.mixer is Mixer.attention:
+            if kind.mixer == ATTENTION.name:
                 _scale_attention(attention, slot_gamma_LN, config)
-            elif kind.mixer is Mixer.latent_attention:
+            elif kind.mixer == LATENT_ATTENTION:
                 _scale_latent_attention(attention, slot_gamma_LN, config)
     return params
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from data.errors import Mistake
+from model.attention.kind import ATTENTION
 from model.choices import (
     Activation,
-    Mixer,
     Mlp,
     Norm,
     NormPlacement,
@@ -22,14 +22,15 @@ from model.choices import (
     Scores,
     TokenShift,
 )
-from model.config import ModelConfig
+from model.config import LATENT_ATTENTION, ModelConfig
+from model.parts.delta.kind import GATED_DELTA
 from train.errors import ConfigError
 from train.pretrained import names, settings
 from train.pretrained.family import NOT_NULL, Family
 
 # The values that a family needs unless its entry in FAMILIES says otherwise.
 _USUAL: dict[str, Any] = {
-    "mixer": Mixer.attention,
+    "mixer": ATTENTION.name,
     "predict_ahead": 0,
     "mixer_pattern": None,
     "token_shift": TokenShift.none,
@@ -120,7 +121,7 @@ _HYBRID = _EXPERTS | {
     "shared_experts": lambda model: max(1, model.shared_experts),
     "shared_expert_gate": True,
     "mixer_pattern": lambda model: tuple(
-        Mixer.gated_delta if mixer is Mixer.gated_delta else Mixer.attention
+        GATED_DELTA.name if mixer == GATED_DELTA.name else ATTENTION.name
         for mixer in model.mixer_pattern or (model.mixer,)
     ),
     "norm_unit_offset": True,
@@ -219,7 +220,7 @@ FAMILIES = (
     Family(
         "deepseek_v2",
         "DeepseekV2ForCausalLM",
-        _usual(_SCALING_KIND, **DEEPSEEK_V2_EXPERTS, mixer=Mixer.latent_attention),
+        _usual(_SCALING_KIND, **DEEPSEEK_V2_EXPERTS, mixer=LATENT_ATTENTION),
         names.DEEPSEEK,
         settings.deepseek_v2,
         interleaved=_INTERLEAVED,
@@ -230,7 +231,7 @@ FAMILIES = (
         _usual(
             *(_SCALING_KIND, "predict_ahead"),
             **DEEPSEEK_V3_EXPERTS,
-            mixer=Mixer.latent_attention,
+            mixer=LATENT_ATTENTION,
         ),
         names.DEEPSEEK,
         settings.deepseek_v3,

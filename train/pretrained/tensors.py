@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from model.choices import Mixer
 from model.config import ModelConfig
 from model.params import Kind, ParamInfo, is_info, named
+from model.parts.delta.kind import GATED_DELTA
 from train.pretrained.family import Family
 
 # The ends of names of parameters that are written in float32.
@@ -101,7 +101,7 @@ class FamilyTensors:
         """
         if not index:
             return Tensor((), tuple(params))
-        is_delta = self._mixers[index[0]] is Mixer.gated_delta
+        is_delta = self._mixers[index[0]] == GATED_DELTA.name
         if (".self_attn." if is_delta else ".linear_attn.") in name:
             return None
         prefix, repeat = self._locations[index[0]]

@@ -9,11 +9,13 @@ config breaks no rule. A key without candidates stays as it is.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from data.errors import Mistake
 from model.choices import Attention, ComputeDtype, Dtype
 from model.config import ModelConfig
+from model.mixer_catalog import MIXERS
 from train.cli.rules import config_mistakes
 from train.config import Config, DcnConfig, MeshConfig, TrainConfig
 from train.core.layout import batch_shards
@@ -37,15 +39,11 @@ SIZES = {
     "model.mlp_dim": 48,
     "model.expert_dim": 24,
     "model.shared_experts": 1,
-    "model.query_rank": 16,
-    "model.kv_rank": 16,
-    "model.nope_head_dim": 8,
-    "model.rope_head_dim": 4,
-    "model.value_head_dim": 6,
-    "model.delta_key_heads": 2,
-    "model.delta_value_heads": 4,
-    "model.delta_key_dim": 8,
-    "model.delta_value_dim": 6,
+    **{
+        f"model.{key}": size
+        for kind in MIXERS.values()
+        for key, size in kind.small_sizes.items()
+    },
 }
 
 Changes = dict[str, Any]  # Values by their full key.
@@ -128,7 +126,7 @@ class Shrunk:
             if kv_heads <= model.kv_heads
         ]
         for key, size in SIZES.items():
-            full_size = getattr(model, key.removeprefix("model.")) or 0
+            full_size = attrgetter(key)(self.full) or 0
             sizes = (size * factor for factor in (1, 2, 3, 4, 8))
             yield [{key: size} for size in sizes if size < full_size]
         if model.expert_layers:

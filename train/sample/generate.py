@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from model.attention.cache import DeltaState
 from model.execution import CallContext, Execution
 from model.gpt import GPT, Cache, bind
 from model.placement import ONE_DEVICE
@@ -87,9 +86,9 @@ class Decoder(NamedTuple):
             return jax.lax.with_sharding_constraint(x, self.cache_sharding)
 
         return tuple(
-            c
-            if isinstance(c.mixer, DeltaState)
-            else c._replace(mixer=jax.tree.map(constrain, c.mixer))
+            c._replace(mixer=jax.tree.map(constrain, c.mixer))
+            if c.mixer.has_positions
+            else c
             for c in cache
         )
 

@@ -1,7 +1,9 @@
 """The record of the gated delta net as a mixer."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from data.errors import Mistake
 from model.config import ModelConfig
 from model.mixer_kind import LeastPiece, MixerKind, SharedDim
 
@@ -36,12 +38,34 @@ def _least_piece(model: ModelConfig) -> LeastPiece:
     )
 
 
+def _rules(model: ModelConfig) -> Iterator[Mistake]:
+    key_heads, value_heads, *_ = model.delta_sizes
+    if value_heads % key_heads:
+        rule = (
+            f"must be a multiple of the {key_heads} key heads (model.delta_key_heads, by "
+            "default model.num_heads); each key head serves the same number of value "
+            "heads"
+        )
+        related = ("model.delta_key_heads", "model.num_heads")
+        key = "model.delta_value_heads"
+        yield Mistake(key, model.delta_value_heads, rule, related)
+
+
 GATED_DELTA = MixerKind(
+    name="gated_delta",
     make=_make,
     dims=_dims,
     flops=_flops,
+    rules=_rules,
     flops_formula="18 L S",
     keys=("delta_",),
+    small_sizes={
+        "delta_key_heads": 2,
+        "delta_value_heads": 4,
+        "delta_key_dim": 8,
+        "delta_value_dim": 6,
+    },
+    width_keys=("delta_key_heads", "delta_value_heads"),
     attends=False,
     least_piece=_least_piece,
 )

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from model.attention.cache import DeltaState, MixerCache
+from model.attention.cache import MixerCache
 from model.choices import Intermediate, Norm
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
@@ -27,6 +27,7 @@ from model.layers import Normalize, stds
 from model.linear import Linear
 from model.params import Kind, ParamInfo
 from model.parts.context.row_pieces import RowPieces, row_pieces
+from model.parts.delta.cache import DeltaState
 from model.parts.delta.convolution import convolve
 from model.parts.delta.rule import AffineMap, DeltaInputs, delta_rule
 from model.remat import saveable

@@ -32,7 +32,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from model.attention.cache import Latents, MixerCache, cached_attention
+from model.attention.cache import MixerCache, cached_attention
 from model.attention.inputs import Inputs
 from model.attention.method import AttentionOptions
 from model.choices import Attention, ContextAttention, Norm
@@ -42,6 +42,7 @@ from model.execution import CallContext, Execution
 from model.layers import Normalize, stds
 from model.linear import Linear
 from model.parts.kernels import splash
+from model.parts.latent.cache import Latents
 from model.parts.latent.ring import attend_in_latent_ring
 from model.products import gather_weight, product
 from model.remat import saveable

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from model.catalog import MODEL_PARTS
-from model.choices import Dtype, Mixer
+from model.choices import Dtype
 from model.config import ModelConfig
 from model.execution import NO_CONTEXT, Execution
 from model.gpt import abstract_gpt, bind
@@ -54,9 +54,7 @@ def test_left_padding_of_prompts_has_no_effect():
 
 
 def test_decays_stay_in_float32_and_have_no_weight_decay():
-    config = ModelConfig(
-        vocab_size=32, mixer=Mixer.gated_delta, param_dtype=Dtype.bfloat16
-    )
+    config = ModelConfig(vocab_size=32, mixer="gated_delta", param_dtype=Dtype.bfloat16)
     model = abstract_gpt(config, MODEL_PARTS)
     for name in ("A_log", "dt_bias"):
         (block,) = layer_trees(model.layers)[0]

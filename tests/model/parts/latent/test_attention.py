@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model.attention.cache import Latents
-from model.choices import Mixer, RopeScaling, Scaling
+from model.choices import RopeScaling, Scaling
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.parts.latent.attention import LatentAttention
+from model.parts.latent.cache import Latents
 from model.rope import make_rotations
 
 CONFIG = ModelConfig(
     num_heads=3,
     embed_dim=24,
     vocab_size=32,
-    mixer=Mixer.latent_attention,
+    mixer="latent_attention",
     query_rank=20,
     kv_rank=16,
     nope_head_dim=10,
