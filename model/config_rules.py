@@ -1,20 +1,22 @@
 """The rules that relate several settings of a GPT's config."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from data.errors import Mistake
 from model.choices import Dtype, Mlp, Position, Scaling, TokenShift
 from model.config import LATENT_ATTENTION, ModelConfig
-from model.mixer_catalog import MIXERS
+from model.mixer_kind import MixerKind
 
 # Whether a rule holds, then the field that it is about, the other fields that it reads,
 # and the text of the rule and the remedy.
 _Rule = tuple[bool, str, tuple[str, ...], str]
 
 
-def model_mistakes(model: ModelConfig) -> list[Mistake]:
-    """Return a mistake for each rule that a config breaks."""
+def model_mistakes(
+    model: ModelConfig, mixers: Mapping[str, MixerKind]
+) -> list[Mistake]:
+    """Return a mistake for each rule that a config breaks, those of mixers included."""
     rules = (
         *_shape_rules(model),
         *_choice_rules(model),
@@ -31,7 +33,7 @@ def model_mistakes(model: ModelConfig) -> list[Mistake]:
         for holds, field, reads, text in rules
         if not holds
     ]
-    return [*mistakes, *(m for kind in MIXERS.values() for m in kind.rules(model))]
+    return [*mistakes, *(m for kind in mixers.values() for m in kind.rules(model))]
 
 
 def _shape_rules(model: ModelConfig) -> Iterator[_Rule]:

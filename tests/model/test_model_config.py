@@ -15,6 +15,7 @@ from model.choices import (
 )
 from model.config import ModelConfig
 from model.config_rules import model_mistakes
+from model.mixer_catalog import MIXERS
 from train.cli.schema import convert
 from train.config import Config
 
@@ -68,7 +69,7 @@ INT8 = {"compute_dtype": ComputeDtype.int8}
 def test_every_mistake_is_named_with_its_value(change, fields):
     config = replace(ModelConfig(), **change)
     _, bounds = convert({"model": asdict(config)}, Config)
-    mistakes = bounds or model_mistakes(config)
+    mistakes = bounds or model_mistakes(config, MIXERS)
     assert [mistake.key for mistake in mistakes] == [
         f"model.{field}" for field in fields
     ]

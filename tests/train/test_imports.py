@@ -56,7 +56,9 @@ RANK = {
     for name in part.split()
 }
 # These limits count the lines that a module reaches by imports, including imports
-# inside functions. A limit may only fall: lower it when a change allows it.
+# inside functions, but for the layer that the record of a mixer (`kind.py`) imports to
+# make it: a config needs records, and only a model needs layers. A limit may only fall:
+# lower it when a change allows it.
 MAX_REACHED_LINES = {
     "model.gpt": 4_300,
     "train.core.step": 6_600,
@@ -170,7 +172,7 @@ def reached_from(
         reached.add(module)
         if module.endswith("catalog") and not through_catalogs:
             continue
-        for name in imports(files[module]):
+        for name in imports(files[module], not module.endswith(".kind")):
             queue += {name, name.rpartition(".")[0]} & files.keys()
     return reached
 

@@ -19,6 +19,7 @@ from data.errors import Mistake
 from model.choices import Mlp, Position
 from model.config import LOGICAL_AXES, ModelConfig
 from model.config_rules import model_mistakes
+from model.mixer_catalog import MIXERS
 from train.cli.optimizer_rules import qk_clip_mistakes, transfer_mistakes
 from train.config import (
     MESH_AXES,
@@ -54,7 +55,7 @@ def config_mistakes(config: Config) -> list[Mistake]:
     """Return all mistakes between keys that do not depend on the devices."""
     num_steps = config.train.num_steps
     return [
-        *model_mistakes(config.model),
+        *model_mistakes(config.model, MIXERS),
         *data_mistakes(config.data),
         *_distributed_mistakes(config.distributed),
         *_trace_mistakes(config.profile),

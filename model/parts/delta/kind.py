@@ -42,9 +42,9 @@ def _rules(model: ModelConfig) -> Iterator[Mistake]:
     key_heads, value_heads, *_ = model.delta_sizes
     if value_heads % key_heads:
         rule = (
-            f"must be a multiple of the {key_heads} key heads (model.delta_key_heads, by "
-            "default model.num_heads); each key head serves the same number of value "
-            "heads"
+            f"must be a multiple of the {key_heads} key heads (model.delta_key_heads, "
+            "by default model.num_heads); each key head serves the same number of "
+            "value heads"
         )
         related = ("model.delta_key_heads", "model.num_heads")
         key = "model.delta_value_heads"
