@@ -3,16 +3,17 @@
 import pytest
 
 from model.choices import ComputeDtype, Dtype
-from model.config import LOGICAL_AXES, ModelConfig
+from model.config import LOGICAL_AXES
 from model.mixer_catalog import MIXERS
 from model.parts.eight_bits.recipes import RECIPES
+from train.config.model import ModelSection
 from train.identity import flatten
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_the_record_of_a_mixer_names_keys_that_exist(mixer):
     kind = MIXERS[mixer]
-    config = ModelConfig(mixer=mixer, query_rank=16)
+    config = ModelSection(mixer=mixer, query_rank=16)
     keys = set(flatten(config))
     assert {*kind.small_sizes, *kind.width_keys} <= keys
     for prefix in kind.keys:
