@@ -1,11 +1,13 @@
-"""The format and the loss of docs/guides/extending.md work as they stand there."""
+"""The format, the loss and the mixer of the guides work as they stand there."""
 
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -67,21 +69,55 @@ for x, y in zip(actual, expected, strict=True):
 """
 
 
-def apply_example(section: str, packages: list[str], folder: Path) -> None:
-    """Copy packages to a folder, and apply the diff of a section of the guide."""
+# Features of rows in one call, next to those of two calls with a cache between them.
+COMPARE_CACHED = """
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from model.catalog import MODEL_PARTS
+from model.execution import Execution, Numerics
+from model.gpt import GPT
+from train.config import ModelSection
+
+sizes = dict(num_layers=4, num_heads=2, embed_dim=16, vocab_size=32)
+config = ModelSection(mixer_pattern=("convolution", "attention"), **sizes)
+model = GPT(config, nnx.Rngs(0), MODEL_PARTS)
+execution = Execution(Numerics(compute_dtype=jnp.dtype("float32")))
+tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 32)
+positions = jnp.tile(jnp.arange(12), (2, 1))
+whole, *_ = model.features(tokens, positions, None, execution)
+cache = model.empty_cache(2, 12, execution)
+for part in (slice(0, 2), slice(2, 12)):
+    inputs = tokens[:, part], positions[:, part]
+    x, cache, _ = model.features(*inputs, None, execution, cache)
+    assert jnp.allclose(x, whole[:, part], atol=1e-5)
+"""
+GUIDES = REPOSITORY / "docs/guides"
+SOURCE = "configs", "data", "launch", "model", "train"
+
+
+def copy_with_diffs(text: str, packages: Sequence[str], folder: Path) -> None:
+    """Copy packages to a folder, and apply the diffs in a text."""
     for package in packages:
         shutil.copytree(REPOSITORY / package, folder / package)
-    page = (REPOSITORY / "docs/guides/extending.md").read_text()
-    diff = page.partition(section)[2].partition("```diff\n")[2].partition("```")[0]
+    diffs = re.findall(r"^```diff\n(.*?)^```$", text, re.M | re.S)
+    assert diffs
     ceiling = {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    subprocess.run(
-        ["git", "apply", "-"],
-        cwd=folder,
-        input=diff,
-        text=True,
-        check=True,
-        env=os.environ | ceiling,
-    )
+    for diff in diffs:
+        subprocess.run(
+            ["git", "apply", "-"],
+            cwd=folder,
+            input=diff,
+            text=True,
+            check=True,
+            env=os.environ | ceiling,
+        )
+
+
+def section_of(page: str, title: str) -> str:
+    """Return the text of a guide from a title to the next."""
+    text = (GUIDES / page).read_text()
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def run_python(folder: Path, *arguments: str) -> None:
@@ -99,7 +135,8 @@ def run_python(folder: Path, *arguments: str) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with the format applied to the source, and files to read."""
-    apply_example("## A dataset format", ["data"], tmp_path)
+    section = section_of("extending.md", "A dataset format: two files")
+    copy_with_diffs(section, ["data"], tmp_path)
     for name, pack in (("plain", False), ("packed", True)):
         (tmp_path / name).mkdir()
         text = "".join(f">sequence {n}\n{'ACGT' * 99}\n" for n in range(20_000))
@@ -117,8 +154,8 @@ def test_a_reader_from_the_guide_reads_each_record_once(folder: Path):
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Return a folder with the loss applied to the source."""
-    packages = ["configs", "data", "launch", "model", "train"]
-    apply_example("## A loss of a token", packages, tmp_path)
+    section = section_of("extending.md", "A loss of a token: one file, one line")
+    copy_with_diffs(section, SOURCE, tmp_path)
     return tmp_path
 
 
@@ -140,3 +177,25 @@ def test_the_loss_from_the_guide_trains_and_does_not_depend_on_the_mesh(source: 
     losses = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
     assert len(losses) == 3
     assert losses[0] == pytest.approx(math.log(257), rel=1e-4)  # nats, not the loss
+
+
+@pytest.fixture
+def with_mixer(tmp_path: Path) -> Path:
+    """Return a folder with the mixer applied to the source."""
+    copy_with_diffs((GUIDES / "adding-a-model.md").read_text(), SOURCE, tmp_path)
+    return tmp_path
+
+
+def test_the_mixer_from_the_guide_has_a_cache_that_changes_nothing(with_mixer: Path):
+    run_python(with_mixer, "-c", COMPARE_CACHED)
+
+
+@pytest.mark.slow
+def test_the_mixer_from_the_guide_trains_on_a_mesh_and_is_sampled(with_mixer: Path):
+    section = section_of("adding-a-model.md", "Try it")
+    (commands,) = re.findall(r"^```sh\n(.*?)^```$", section, re.M | re.S)
+    prove, train, sample = commands.replace("\\\n", "").splitlines()
+    short = ["train.num_steps=20", "data.batch_size=4", "data.sequence_length=64"]
+    short += ["eval.final_num_batches=1", "tracker=none"]
+    for command, more in ((prove, []), (train, short), (sample, [])):
+        run_python(with_mixer, *command.split()[1:], *more)
