@@ -43,7 +43,11 @@ def model_section(mixers: Mapping[str, MixerKind]) -> type[ModelConfig]:
         fields = [(n, s, field(default_factory=s)) for n, s in sections.items()]
         parts = make_dataclass("Parts", fields, frozen=True)
         keys.append(("parts", parts, field(default_factory=parts)))
-    return make_dataclass("ModelSection", keys, bases=(_WithParts,), frozen=True)
+    # Without a docstring, `dataclass` would write one with the type of every key.
+    documented = {"__doc__": ModelConfig.__doc__}
+    return make_dataclass(
+        "ModelSection", keys, bases=(_WithParts,), frozen=True, namespace=documented
+    )
 
 
 if TYPE_CHECKING:
