@@ -1,4 +1,4 @@
-"""The format, the loss and the mixer of the guides work as they stand there."""
+"""What the guides add to the source works as it stands there."""
 
 import json
 import math
@@ -133,6 +133,36 @@ def run_python(folder: Path, *arguments: str) -> None:
 
 
 @pytest.fixture
+def extended(tmp_path: Path) -> Path:
+    """Return a folder with all diffs of the guides applied to the source."""
+    pages = ("extending.md", "adding-a-model.md")
+    text = "".join((GUIDES / page).read_text() for page in pages)
+    copy_with_diffs(text, SOURCE, tmp_path)
+    return tmp_path
+
+
+def test_the_diffs_of_the_guides_apply_together(extended: Path):
+    added = (
+        ("configs/optimizer/yogi.yaml", "name: yogi"),
+        ("train/core/optimizer/schedule.py", "Schedule.inverse_sqrt"),
+        ("model/mixer_catalog.py", "CONVOLUTION"),
+    )
+    for path, text in added:
+        assert text in (extended / path).read_text()
+
+
+@pytest.mark.slow
+def test_a_tree_with_these_diffs_trains(extended: Path):
+    new = ["optimizer=yogi", "schedule=inverse_sqrt", "model.activation=silu"]
+    small = ["model.num_layers=1", "data.batch_size=2", "train.num_steps=3"]
+    small += ["eval.num_batches=1", "eval.final_num_batches=1"]
+    records = ["tracker=none", "run.dir=run", "log.interval_steps=1"]
+    run_python(extended, "-m", "train", *new, *small, *records)
+    lines = (extended / "run/metrics.jsonl").read_text().splitlines()
+    assert any(json.loads(line).get("weight_norm", 0) > 0 for line in lines)
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with the format applied to the source, and files to read."""
     section = section_of("extending.md", "A dataset format: two files")
@@ -159,6 +189,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_loss_from_the_guide_has_the_gradient_of_its_formula(source: Path):
     run_python(source, "-c", COMPARE_GRADIENTS)
 
@@ -186,6 +217,7 @@ def with_mixer(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_mixer_from_the_guide_has_a_cache_that_changes_nothing(with_mixer: Path):
     run_python(with_mixer, "-c", COMPARE_CACHED)
 

@@ -72,6 +72,7 @@ def test_a_chip_with_the_constants_of_another_is_summed_up_separately(composed, 
     assert "\nB200 judged by: " in summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", LLAMA_ROWS, ids=lambda row: row.name)
 def test_a_row_of_llama_can_be_planned(composed, row):
     assert compare_estimate(composed, row)["step_s"]["low"] > 0

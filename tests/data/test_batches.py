@@ -226,7 +226,9 @@ def test_validation_reads_the_text_once(config, rows):
         assert_equal(batch, expected)
 
 
-@pytest.mark.parametrize("period", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(
+    "period", [1, 3, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
+)
 @pytest.mark.parametrize("packing", [Packing.concat, Packing.none])
 @pytest.mark.parametrize("num_batches", [3, 10])
 def test_some_batches_represent_the_whole_set(tmp_path, period, packing, num_batches):

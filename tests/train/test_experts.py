@@ -36,7 +36,10 @@ FORCED = {
             ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", "train.remat=dots"),
             marks=pytest.mark.slow,
         ),
-        ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", SENT),
+        pytest.param(
+            ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", SENT),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("mesh.fsdp=2", "mesh.expert=4", "train.remat=full", SENT),
             marks=pytest.mark.slow,

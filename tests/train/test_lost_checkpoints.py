@@ -100,6 +100,7 @@ def test_a_longer_run_is_refused(trained, door, way):
         shutil.rmtree(run)
 
 
+@pytest.mark.slow
 def test_the_error_names_a_remedy_and_the_run_resumes_from_a_copy(trained, door):
     run = Path(shutil.copytree(trained, trained.parent / "again"))
     (run / "checkpoints").rename(run / "copy")

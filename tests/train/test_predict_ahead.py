@@ -74,6 +74,7 @@ def total_loss(program, params, batch: Batch):
     return losses[0] + weight / DEPTH * sum(losses[1:]), losses
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_documents_alone(program, params, store):
     batches = map(Order(store, program.config.data, 0).read, range(10))
     batch = next(b for b in batches if (b.segment_ids.max(axis=1) > 1).any())

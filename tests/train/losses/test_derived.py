@@ -112,8 +112,13 @@ def test_the_gradient_is_that_of_all_logits_at_once(gradients, plain_gradients, 
     ("form", "devices", "mesh"),
     [
         (LossForm(8), 8, ("mesh.fsdp=2", "mesh.tensor=2", "mesh.context=2")),
-        (LossForm(8), 4, ("mesh.tensor=4",)),
-        (LossForm(8, ids=160), 4, ("mesh.fsdp=2", "mesh.context=2")),
+        pytest.param(LossForm(8), 4, ("mesh.tensor=4",), marks=pytest.mark.slow),
+        pytest.param(
+            LossForm(8, ids=160),
+            4,
+            ("mesh.fsdp=2", "mesh.context=2"),
+            marks=pytest.mark.slow,
+        ),
         (LossForm(8), 4, ("mesh.fsdp=2", "mesh.data=2", "train.accumulation_steps=2")),
     ],
 )

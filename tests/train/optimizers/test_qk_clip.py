@@ -150,6 +150,7 @@ def test_eight_devices_clip_like_one(programs, store, scores_of, mesh, model, fa
     assert_near(params, clipped_by_paper(unclipped, bounds, plain.config.model))
 
 
+@pytest.mark.slow
 @BOTH
 def test_no_score_of_the_batch_stays_above_the_threshold(
     programs, store, scores_of, model, factor

@@ -41,6 +41,7 @@ def paper_factors(name: str) -> tuple[float, float, float, float]:
     return multiplier, 1.0, 1.0, epsilon
 
 
+@pytest.mark.slow
 def test_adamw_with_multipliers_on_branches_and_logits_computes_the_same(
     programs: Programs,
 ):

@@ -44,7 +44,11 @@ def fit(program, memory, available):
     ("overrides", "advised"),
     [
         ("mesh=ddp data.batch_size=8", SHARD),
-        ("mesh=ddp data.batch_size=64", f"{SHARD} train.remat=[attention]"),
+        pytest.param(
+            "mesh=ddp data.batch_size=64",
+            f"{SHARD} train.remat=[attention]",
+            marks=pytest.mark.slow,
+        ),
         ("mesh=ddp data.batch_size=512", f"{SHARD} {REMAT} {SPLIT}4"),
         (f"mesh=fsdp data.batch_size=512 {REMAT}", f"{SPLIT}2"),
         # One row on each device cannot be split, so the state must become smaller.
@@ -62,6 +66,7 @@ def test_the_advised_changes_fit_only_with_the_last_one(laid_out, overrides, adv
     assert not any(change.fits for change in previous)
 
 
+@pytest.mark.slow
 def test_insufficient_changes_are_listed_with_what_remains(laid_out, capsys):
     program = laid_out(["mesh=ddp", "data.batch_size=8"])
     compiled = Figure(24 * 1024 * MIB, "compiled")

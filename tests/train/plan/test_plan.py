@@ -73,6 +73,7 @@ def test_a_small_copy_predicts_the_memory_of_a_deep_model(programs):
     assert copy.memory.needed.bytes == pytest.approx(needed, rel=0.05)
 
 
+@pytest.mark.slow
 def test_recomputing_less_is_advised_if_it_fits_and_is_faster(composed, lay_out):
     shape = "model=llama3_8b", "model.num_layers=4", "data.sequence_length=4096"
     options = "optimizer=adamw", "mesh=fsdp", "data.batch_size=64", "train.remat=full"

@@ -40,7 +40,14 @@ from train.pretrained.tensors import FamilyTensors
 from train.pretrained.weights import write_weights
 from train.run.folder import run_folder
 
-SLOW = ("qwen3 with experts", "qwen3.5", "gpt-oss", "glm 4.5, one group")
+SLOW = (
+    "qwen3 with experts",
+    "qwen3.5",
+    "gpt-oss",
+    "glm 4.5",
+    "glm 4.5, one group",
+    "deepseek v2",
+)
 
 
 @pytest.fixture(

@@ -141,7 +141,9 @@ def test_a_copy_may_be_missing_but_not_differ(make, deepseek):
         check_folder(str(folder), program)
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-next", pytest.param("qwen3.5", marks=pytest.mark.slow)]
+)
 def test_the_module_of_qwen_has_a_block_of_its_own(make, tmp_path, name):
     program = make(name, 1)
     params = perturbed(program.config.model)

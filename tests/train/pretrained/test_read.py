@@ -58,7 +58,7 @@ def exported(programs, tmp_path_factory):
             ("mesh.expert=2", "mesh.data=1"),
             marks=pytest.mark.slow,
         ),
-        ("qwen3-next", CUBE),
+        pytest.param("qwen3-next", CUBE, marks=pytest.mark.slow),
         # A device has half of each key head's outputs.
         pytest.param(
             "qwen3-next",

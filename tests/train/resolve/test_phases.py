@@ -25,6 +25,7 @@ GROWING = (
 )
 
 
+@pytest.mark.slow
 def test_a_growing_batch_continues_on_another_mesh_after_a_preemption(
     folder: Path, door: Door
 ):

@@ -96,7 +96,7 @@ def logits_of(model, params, batch, execution) -> np.ndarray:
 @pytest.mark.parametrize(
     "more",
     [
-        (),
+        pytest.param((), marks=pytest.mark.slow),
         ("mesh.tensor=4", "mesh.fsdp=2"),
         pytest.param(("model.tied_head=true",), marks=pytest.mark.slow),
     ],

@@ -219,7 +219,7 @@ def gradients(programs, store, monkeypatch):
     return gradients
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_step_in_pieces_equals_one_in_tiles_on_any_mesh(gradients, tied):
     """Devices scatter the gradient of each piece. Some ids only pad the vocabulary."""
     overrides = f"model.tied_head={tied}", "train.z_loss=0.1", "model.logit_soft_cap=20"

@@ -33,7 +33,12 @@ FIGURES = json.loads(Path(__file__).with_name("compiled_figures.json").read_text
 GPT2 = ("model=gpt2_124m", "data.sequence_length=1024", "data.batch_size=64")
 
 
-@pytest.mark.parametrize("figures", FIGURES, ids=lambda row: row["case"])
+def case_of(row):
+    marks = [pytest.mark.slow] if "llama3_8b" in row["case"] else []
+    return pytest.param(row, id=row["case"], marks=marks)
+
+
+@pytest.mark.parametrize("figures", [case_of(row) for row in FIGURES])
 def test_estimates_are_near_compiled_steps(laid_out, figures):
     """FLOPs are exact, except for what XLA computes twice.
 

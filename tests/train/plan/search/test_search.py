@@ -44,6 +44,7 @@ def compilers(monkeypatch):
     return compilers
 
 
+@pytest.mark.slow
 def test_the_fastest_layout_that_fits_is_best(composed, devices, capsys):
     # The search does not list this mesh.
     config = composed([*MODEL, "mesh=fsdp", "mesh.context=2"])
