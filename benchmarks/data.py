@@ -26,7 +26,7 @@ from data.errors import DataError
 from data.machine import usable_cores
 from data.prepare_config import PrepareConfig
 from data.token_store.build import prepare_store
-from data.tokenizer import load_tokenizer, parse_ranks
+from data.tokenizer import load_tokenizer, tokenizer_from_bytes
 from data.tokenizer_json import tokenizer_json
 
 
@@ -84,7 +84,7 @@ def tokenize(folder: Path) -> None:
     }
     try:
         content = bpe.train(("\n".join(texts)[: 2**24],), 32000)
-        learned = json.dumps(tokenizer_json(parse_ranks("learned", content)))
+        learned = json.dumps(tokenizer_json(tokenizer_from_bytes("learned", content)))
         trained = importlib.import_module("tokenizers").Tokenizer.from_str(learned)
         contenders["Hugging Face tokenizers, in memory"] = lambda: (
             trained.encode_batch_fast(texts)

@@ -39,9 +39,10 @@ class FolderEncoding(tiktoken.Encoding):
     """The tokenizer of a folder, with rules for normalizing and splitting text.
 
     form: The Unicode form to which text is normalized; None leaves text unchanged.
-    words: Added tokens outside of the BPE vocabulary that are recognized in text.
-    splits: Patterns that cut text, one after another, before the tokenizer's own. Their
-        matches and the text between matches are encoded independently.
+    words: Added tokens outside of the BPE vocabulary that are recognized in text. They
+        may contain spaces.
+    splits: Patterns that cut text in this order, before the tokenizer's own pattern
+        does. Their matches and the text between matches are encoded independently.
     files: The content of the folder's files, by name (data/tokenizer_folder.py).
     bos_token: The id of the token that the tokenizer adds before each text, or None.
     """
@@ -64,11 +65,11 @@ class FolderEncoding(tiktoken.Encoding):
         # Oniguruma, the engine of `tokenizers`, always reads ^ and $ as ends of lines.
         self._splits = [regex.compile(split, regex.MULTILINE) for split in self.splits]
         if bos_token is not None:
-            self.decode_single_token_bytes(bos_token)  # raises KeyError for no token
+            self.decode_single_token_bytes(bos_token)  # KeyError: no such token
         self.bos_token = bos_token
         self.form: Form | None = form
         self.words = sorted(words, key=len, reverse=True)  # the longest is tried first
-        self._word = re.compile(f"({'|'.join(map(re.escape, self.words))})")
+        self._any_word = re.compile(f"({'|'.join(map(re.escape, self.words))})")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments with which unpickling calls `__init__`."""
@@ -89,9 +90,10 @@ class FolderEncoding(tiktoken.Encoding):
         rules = {"form": self.form, "words": self.words, "splits": self.splits}
         return {name: rule for name, rule in rules.items() if rule}
 
-    def split_words(self, text: str) -> Iterator[str | int]:
-        """Yield the ids of `words` in a text, and the pieces of normalized text."""
-        for index, span in enumerate(self._word.split(text) if self.words else [text]):
+    def apply_rules(self, text: str) -> Iterator[str | int]:
+        """Yield a text as ids of `words`, and as normalized pieces between them."""
+        spans = self._any_word.split(text) if self.words else [text]
+        for index, span in enumerate(spans):
             if index % 2:  # one of `words`
                 yield self._special_tokens[span]
                 continue
@@ -120,7 +122,10 @@ class FolderEncoding(tiktoken.Encoding):
 
 
 def _isolate(pattern: regex.Pattern[str], text: str) -> Iterator[str]:
-    """Yield the matches of a pattern, and the text between matches."""
+    """Yield the matches of a pattern, and the text between matches.
+
+    An empty text is yielded as it is.
+    """
     start = 0
     for match in pattern.finditer(text):
         if match.start() > start:
@@ -162,18 +167,18 @@ def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
     spans = _INVALID_BYTE.split(text.decode("utf-8", "surrogateescape"))
     ids = [np.zeros(0, np.uint32)]
     for index, span in enumerate(spans):
-        if index % 2:
+        if index % 2:  # an invalid byte
             byte = span.encode("utf-8", "surrogateescape")
             ids.append(np.array([encoding.encode_single_token(byte)], np.uint32))
             continue
         for piece in short_pieces(span):
-            has_rules = isinstance(encoding, FolderEncoding)
-            for item in encoding.split_words(piece) if has_rules else [piece]:
+            is_folder = isinstance(encoding, FolderEncoding)
+            for item in encoding.apply_rules(piece) if is_folder else [piece]:
+                if isinstance(item, int):
+                    ids.append(np.array([item], np.uint32))
+                    continue
                 try:
-                    is_id = isinstance(item, int)
-                    ids.append(
-                        np.array([item]) if is_id else encode_piece(encoding, item)
-                    )
+                    ids.append(encode_piece(encoding, item))
                 except ValueError as error:
                     raise DataError(
                         f"tokenizer {encoding.name}: {error}. Take another tokenizer"

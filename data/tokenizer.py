@@ -1,6 +1,6 @@
 """Load a tokenizer by name: "bytes", a published one, a rank file or a folder.
 
-Only a published tokenizer is downloaded.
+Only a tokenizer that tiktoken publishes is downloaded.
 """
 
 import base64
@@ -73,13 +73,13 @@ def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
             f"{sha256}. The file is damaged or a different one: fetch it again, or "
             f"correct the hash"
         )
-    return parse_ranks(str(path), content)
+    return tokenizer_from_bytes(str(path), content)
 
 
-def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
-    """Return the tokenizer of a rank file's content, or of the JSON of `dump_ranks`.
+def tokenizer_from_bytes(name: str, content: bytes) -> tiktoken.Encoding:
+    """Return the tokenizer of a rank file's content, or of `tokenizer_to_bytes`.
 
-    Raises DataError if the content is malformed, or lacks the files of a folder.
+    Raises DataError if the content is malformed, or if an older version wrote it.
     """
     digest = hashlib.sha256(content).hexdigest()
     try:
@@ -113,11 +113,11 @@ def _token(text: str | bytes) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def dump_ranks(name: str) -> bytes | None:
-    """Return the content of the file from which a store rebuilds a tokenizer.
+def tokenizer_to_bytes(name: str) -> bytes | None:
+    """Return what `tokenizer_from_bytes` needs, which a prepared store keeps.
 
-    For a folder, the content is JSON. The result is None if the name alone is enough
-    to load the tokenizer.
+    It is the content of a rank file, or JSON for a folder. The result is None if the
+    name alone is enough to load the tokenizer.
     """
     if name == BYTES or name in PUBLISHED:
         return None

@@ -42,7 +42,7 @@ from data.token_store.parts import (
 from data.token_store.progress import Meter
 from data.token_store.store import Store, open_store
 from data.token_store.writer import write_store
-from data.tokenizer import dump_ranks, load_tokenizer
+from data.tokenizer import load_tokenizer, tokenizer_to_bytes
 from data.tokenizer_folder import digest_of
 
 _WORKER_BYTES = 2**29  # memory of a worker, without the window of a zstd file
@@ -144,7 +144,7 @@ def build_store(
     paths = [encoded_part_path(part_folder, task, settings) for task in tasks]
     segments = _read_segments(paths, corpus, settings.skip_bad, beat)
     try:
-        ranks = dump_ranks(settings.tokenizer)
+        ranks = tokenizer_to_bytes(settings.tokenizer)
         write_store(storage, segments, token_dtype(encoding), manifest_entries, ranks)
     except (OSError, ValueError) as error:
         raise DataError(

@@ -31,7 +31,7 @@ from data.token_store.layout import (
     checksum_file,
 )
 from data.token_store.reader import TokenArray
-from data.tokenizer import load_tokenizer, parse_ranks
+from data.tokenizer import load_tokenizer, tokenizer_from_bytes
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
     except FileNotFoundError as error:
         raise DataError(f"{error}: is not there. {remedy}") from error
     if encoding is None and RANKS in digests:
-        encoding = parse_ranks(f"{storage}/{RANKS}", storage.read(RANKS))
+        encoding = tokenizer_from_bytes(f"{storage}/{RANKS}", storage.read(RANKS))
     elif encoding is None:
         if (name := manifest.get("tokenizer")) not in (BYTES, *PUBLISHED):
             raise DataError(f"{file}: has the unknown tokenizer {name}. {remedy}")

@@ -1,4 +1,4 @@
-"""The keys of local clusters: this machine, ssh, Slurm.
+"""The keys of clusters that are reached by a shell: this machine, ssh and Slurm.
 
 The preset of each kind is `configs/cluster/<kind>.yaml`.
 """

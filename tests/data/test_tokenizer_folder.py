@@ -15,7 +15,12 @@ import tiktoken
 import data.encoding
 from data.encoding import decode, encode, fingerprint
 from data.errors import DataError
-from data.tokenizer import RANK_FILE_PATTERN, dump_ranks, load_tokenizer, parse_ranks
+from data.tokenizer import (
+    RANK_FILE_PATTERN,
+    load_tokenizer,
+    tokenizer_from_bytes,
+    tokenizer_to_bytes,
+)
 from data.tokenizer_folder import FILE
 from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_json
 
@@ -82,9 +87,9 @@ def test_ids_are_the_same_as_those_of_tokenizers(tmp_path, pattern):
     check_same_ids(encoding, json.dumps(content), TEXTS)
     assert encoding.eot_token == 1
     assert encode(encoding, b"</s>").tolist() != [1], "text is never control"
-    stored = dump_ranks(name)
+    stored = tokenizer_to_bytes(name)
     assert stored is not None
-    assert fingerprint(parse_ranks("stored", stored)) == fingerprint(encoding)
+    assert fingerprint(tokenizer_from_bytes("stored", stored)) == fingerprint(encoding)
 
 
 @pytest.mark.parametrize("pattern", [r"\p{L}+|\p{N}+", r" ?\p{Lu}\p{Ll}+", "猫", "n't"])
@@ -95,7 +100,7 @@ def test_text_between_two_matches_is_encoded_as_tokenizers_does(tmp_path, patter
     check_same_ids(encoding, json.dumps(content), texts)
     for text in texts:
         assert decode(encoding, encode(encoding, text.encode())) == text
-    stored = parse_ranks("stored", dump_ranks(name) or b"")
+    stored = tokenizer_from_bytes("stored", tokenizer_to_bytes(name) or b"")
     check_same_ids(stored, json.dumps(content), texts)
 
 
@@ -134,7 +139,7 @@ def test_added_tokens_are_found_before_text_is_normalized(tmp_path, form):
     ]
     check_same_ids(encoding, json.dumps(content), texts)
     assert {600, 601} < {*encode(encoding, b"<tool <tool>").tolist()}
-    stored = parse_ranks("stored", dump_ranks(name) or b"")
+    stored = tokenizer_from_bytes("stored", tokenizer_to_bytes(name) or b"")
     for copy in (stored, pickle.loads(pickle.dumps(encoding))):
         assert fingerprint(copy) == fingerprint(encoding)
         check_same_ids(copy, json.dumps(content), texts)

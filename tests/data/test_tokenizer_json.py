@@ -8,7 +8,7 @@ import pytest
 
 from data.encoding import decode, encode, fingerprint
 from data.errors import DataError
-from data.tokenizer import dump_ranks, load_tokenizer, parse_ranks
+from data.tokenizer import load_tokenizer, tokenizer_from_bytes, tokenizer_to_bytes
 from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_files
 from tests.data.tokenizer_shapes import SHAPES, TEXT, write_shape
 
@@ -25,7 +25,7 @@ def test_files_are_exported_as_they_were(shape):
     """A copy from a token store or from another process exports the same files."""
     folder, files = shape
     encoding = load_tokenizer(folder)
-    stored = parse_ranks("stored", dump_ranks(folder) or b"")
+    stored = tokenizer_from_bytes("stored", tokenizer_to_bytes(folder) or b"")
     files = {name: text for name, text in files.items() if "generation" not in name}
     for copy in (encoding, stored, pickle.loads(pickle.dumps(encoding))):
         assert fingerprint(copy) == fingerprint(encoding)
@@ -50,10 +50,10 @@ def test_ids_are_those_of_tokenizers(shape):
 
 
 def test_a_stored_tokenizer_without_its_files_is_refused(shape):
-    stored = json.loads(dump_ranks(shape[0]) or b"")
+    stored = json.loads(tokenizer_to_bytes(shape[0]) or b"")
     del stored["files"]
     with pytest.raises(DataError, match=r"lacks the files .* Prepare the store again"):
-        parse_ranks("stored", json.dumps(stored).encode())
+        tokenizer_from_bytes("stored", json.dumps(stored).encode())
 
 
 @pytest.mark.parametrize(

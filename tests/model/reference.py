@@ -12,7 +12,7 @@ from model.pattern import segments_of
 
 
 def reference_loss(params, config: ModelConfig, tokens):
-    """Return `Tiny.loss`, computed layer by layer in the dtype of `params`."""
+    """Return the mean loss of the next token, in the dtype of `params`."""
     p = params
     T = tokens.shape[1] - 1
     x = p["embedding"]["weight"][tokens[:, :-1]]
@@ -44,17 +44,22 @@ def reference_loss(params, config: ModelConfig, tokens):
 
 
 def layer_of(p, config: ModelConfig, index: int):
-    """Return a layer's parameters, from the slot of the segment that holds them."""
-    for i, (pattern, repeats, first) in enumerate(segments_of(config)):
-        repeat, slot = divmod(index - first, len(pattern))
-        if repeat in range(repeats):
+    """Return a layer's parameters.
+
+    A segment stacks the parameters of the layers that have the same slot in its
+    pattern, whatever the repeat (model/pattern.py).
+    """
+    for i, (pattern, num_repeats, first) in enumerate(segments_of(config)):
+        row, slot = divmod(index - first, len(pattern))
+        if 0 <= row < num_repeats:
             stacked = p["layers"][str(i)][str(slot)]
-            return jax.tree.map(lambda a, row=repeat: a[row], stacked)
+            return jax.tree.map(lambda a, row=row: a[row], stacked)
     raise IndexError(index)
 
 
-def shift_channels(h, config: ModelConfig, part: str):
-    if config.token_shift not in (part, "both"):
+def shift_channels(h, config: ModelConfig, reader: str):
+    """Return a quarter of the channels from the position before, if so configured."""
+    if config.token_shift not in (reader, "both"):
         return h
     is_shifted = jnp.arange(h.shape[-1]) < h.shape[-1] // 4
     return jnp.where(is_shifted, jnp.pad(h, ((0, 0), (1, 0), (0, 0)))[:, :-1], h)
@@ -73,29 +78,33 @@ def mix(h, part, config: ModelConfig, index: int):
 
 def attention(h, part, config: ModelConfig, index: int):
     q, k, v = (linear(h, part[name]) for name in ("query", "key", "value"))
-    q, gate = jnp.split(q, 2, -1) if config.attention_gate else (q, jnp.inf)
+    gate = jnp.inf  # whose sigmoid is 1
+    if config.attention_gate:
+        q, gate = jnp.split(q, 2, -1)
     if config.qk_norm:
         q = norm(q, config, part["query_norm"]["scale"], centre=False)
         k = norm(k, config, part["key_norm"]["scale"], centre=False)
     if config.position == "rotary":
-        local = config.windows[index] is not None and config.rope_theta_local
-        theta = local or config.rope_theta
+        theta = config.rope_theta
+        if config.windows[index] is not None:
+            theta = config.rope_theta_local or theta
         q, k = (rotate(y, theta, config.rotary_dim) for y in (q, k))
     scale = (config.query_scale_dim or config.head_size) ** -0.5
     visible = mask(h.shape[1], config.windows[index])[None, None]
     cap = config.attention_soft_cap
     sinks = part.get("sinks")
     heads = attend(q, k, v, visible, scale=scale, soft_cap=cap, sinks=sinks)
-    return linear(heads * sigmoid(gate), part["output"], 2)
+    return linear(heads * sigmoid(gate), part["output"], num_input_dims=2)
 
 
 def latent_attention(h, part, config: ModelConfig):
+    # DeepSeek's norms of latents have this epsilon, whatever that of other norms.
     config = dataclasses.replace(config, norm_epsilon=1e-6)
-    P = config.nope_head_dim
-    R = config.rope_head_dim
+    nope_dim = config.nope_head_dim
+    rope_dim = config.rope_head_dim
 
     def rotate_rope(x):
-        return rotate(x, config.rope_theta, R)
+        return rotate(x, config.rope_theta, rope_dim)
 
     q = linear(h, part["query_down"])
     q = norm(q, config, part["query_norm"]["scale"], centre=False)
@@ -106,10 +115,10 @@ def latent_attention(h, part, config: ModelConfig):
     c = norm(c, config, part["key_value_norm"]["scale"], centre=False)
     kv = linear(c, part["key_value_up"])
     k_rope = jnp.repeat(rotate_rope(k_rope), config.num_heads, 2)
-    k = jnp.concatenate([kv[..., :P], k_rope], -1)
-    q = jnp.concatenate([q[..., :P], rotate_rope(q[..., P:])], -1)
-    heads = attend(q, k, kv[..., P:], mask(h.shape[1], None)[None, None])
-    return linear(heads, part["output"], 2)
+    k = jnp.concatenate([kv[..., :nope_dim], k_rope], -1)
+    q = jnp.concatenate([q[..., :nope_dim], rotate_rope(q[..., nope_dim:])], -1)
+    heads = attend(q, k, kv[..., nope_dim:], mask(h.shape[1], None)[None, None])
+    return linear(heads, part["output"], num_input_dims=2)
 
 
 def attend(q, k, v, visible, *, scale=None, soft_cap=None, sinks=None):
@@ -141,12 +150,12 @@ def mask(T, window):
 def delta(h, part, config: ModelConfig):
     """Apply a gated delta net, position by position."""
     q, k, v = (
-        convolve(linear(h, part[name]), part[f"{name}_taps"])
+        convolve_and_silu(linear(h, part[name]), part[f"{name}_taps"])
         for name in ("query", "key", "value")
     )
     q, k = (y / jnp.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
-    heads = v.shape[2] // k.shape[2]
-    q, k = (jnp.repeat(y, heads, 2) for y in (q / q.shape[-1] ** 0.5, k))
+    values_per_key = v.shape[2] // k.shape[2]
+    q, k = (jnp.repeat(y, values_per_key, 2) for y in (q / q.shape[-1] ** 0.5, k))
     decay = jnp.exp(
         -jnp.exp(part["A_log"])
         * jnp.logaddexp(linear(h, part["dt"]) + part["dt_bias"], 0)
@@ -154,7 +163,11 @@ def delta(h, part, config: ModelConfig):
     o = recurrence(q, k, v, decay, sigmoid(linear(h, part["beta"])))
     o = o / jnp.sqrt((o**2).mean(-1, keepdims=True) + config.norm_epsilon)
     z = linear(h, part["gate"])
-    return linear(o * part["output_norm"]["scale"] * z * sigmoid(z), part["output"], 2)
+    return linear(
+        o * part["output_norm"]["scale"] * z * sigmoid(z),
+        part["output"],
+        num_input_dims=2,
+    )
 
 
 def recurrence(q, k, v, decay, beta):
@@ -172,10 +185,11 @@ def recurrence(q, k, v, decay, beta):
     return jnp.moveaxis(jax.lax.scan(step, state, (*inputs,))[1], 0, 1)
 
 
-def convolve(x, taps):
-    past = jnp.pad(x, ((0, 0), (taps.shape[-1] - 1, 0), (0, 0), (0, 0)))
-    shifts = [past[:, s : s + x.shape[1]] for s in range(taps.shape[-1])]
-    y = sum(taps[..., s] * part for s, part in enumerate(shifts))
+def convolve_and_silu(x, taps):
+    """Apply a causal convolution, whose last tap is for the position itself."""
+    padded = jnp.pad(x, ((0, 0), (taps.shape[-1] - 1, 0), (0, 0), (0, 0)))
+    shifted = [padded[:, s : s + x.shape[1]] for s in range(taps.shape[-1])]
+    y = sum(taps[..., s] * inputs for s, inputs in enumerate(shifted))
     return y * sigmoid(y)
 
 
@@ -211,14 +225,15 @@ def gelu(x):
 def route(x, mlp, config: ModelConfig):
     """Yield the output of each expert, and then that of the shared one."""
     scores = 1 / (1 + jnp.exp(-linear(x, mlp["router"])))
-    ranked = scores + mlp["router"]["balance"]
-    threshold = jnp.sort(ranked)[..., -config.experts_per_token]
-    weights = jnp.where(ranked >= threshold[..., None], scores, 0)
+    balanced_scores = scores + mlp["router"]["balance"]
+    threshold = jnp.sort(balanced_scores)[..., -config.experts_per_token]
+    weights = jnp.where(balanced_scores >= threshold[..., None], scores, 0)
     weights = weights / weights.sum(-1, keepdims=True)
     for e in range(config.num_experts):
         expert = {k: {"weight": mlp[k][e]} for k in ("gate", "up", "down")}
-        for k in expert if config.bias else ():
-            expert[k]["bias"] = mlp[f"{k}_bias"][e]
+        if config.bias:
+            for k in expert:
+                expert[k]["bias"] = mlp[f"{k}_bias"][e]
         yield weights[..., e : e + 1] * linear(
             activate(x, expert, config), expert["down"]
         )
@@ -228,8 +243,8 @@ def route(x, mlp, config: ModelConfig):
 # ---- Shared operations
 
 
-def linear(x, layer, inputs=1):
-    y = jnp.tensordot(x, layer["weight"], inputs)
+def linear(x, layer, num_input_dims=1):
+    y = jnp.tensordot(x, layer["weight"], num_input_dims)
     return y + layer["bias"] if "bias" in layer else y
 
 

@@ -14,8 +14,8 @@ from etils import epath
 from data.catalog import text_store
 from data.sources import open_sources
 from tests.forks import Forks
-from tests.train import doors
-from tests.train.doors import Door, Result, lines, state_of, steps
+from tests.train import command_runs
+from tests.train.command_runs import Result, RunCommand, lines, state_of, steps
 from train.branch import read_schema
 from train.cli.compose import check_command_line
 from train.cli.quoting import quote_text
@@ -28,8 +28,8 @@ from train.run.starts import first_config, newest_start
 from train.run.this_start import ThisStart
 
 # Pytest finds the fixtures by these names.
-folder = doors.folder
-door = doors.door
+folder = command_runs.folder
+run_command = command_runs.run_command
 
 LOSSES: dict[str, Callable[[epath.Path], object]] = {
     "gone": lambda path: (path / "branch.json").unlink(),
@@ -45,9 +45,9 @@ LEVEL = ("schedule=constant", "checkpoint.keep_every_steps=5")
 
 
 @pytest.fixture(scope="module")
-def trunk(folder: Path, door: Door) -> Path:
+def trunk(folder: Path, run_command: RunCommand) -> Path:
     """Train twenty steps at a constant learning rate, with a checkpoint every five."""
-    result = door(folder / "trunk", LEVEL)
+    result = run_command(folder / "trunk", LEVEL)
     assert result.returncode == 0, result.stderr
     return folder / "trunk"
 
@@ -56,10 +56,10 @@ def trunk(folder: Path, door: Door) -> Path:
 def branch(trunk: Path, folder: Path, forks: Forks):
     """Start a branch with `python -m train.branch`, given a step and overrides."""
 
-    def branch(step: int, overrides: Sequence[str] = (), drill: str = "") -> Result:
+    def branch(step: int, overrides: Sequence[str] = (), fault: str = "") -> Result:
         words = ["-m", "train.branch", f"from={trunk}@{step}", *overrides]
         words.append("runtime.allow_fault_injection=true")
-        return forks.run(words, folder, {"LONGHAUL_DRILL": drill})
+        return forks.run(words, folder, {"LONGHAUL_DRILL": fault})
 
     return branch
 
@@ -79,7 +79,7 @@ def test_a_branch_decays_and_an_unchanged_branch_equals_its_trunk(trunk, branch)
 
     decay = ("train.num_steps=13", "schedule.name=wsd", "schedule.decay_steps=5")
     decay += ("schedule.final_fraction=0.5", "optimizer.weight_decay=0.2")
-    crash = branch(5, decay, drill="crash:0:9")
+    crash = branch(5, decay, fault="crash:0:9")
     assert crash.returncode == 1, crash.stderr
     result = branch(5, decay)
     assert result.returncode == 0, result.stderr

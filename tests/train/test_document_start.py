@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from tests.train import doors
-from tests.train.doors import steps
+from tests.train import command_runs
+from tests.train.command_runs import steps
 from train.run.starts import read_results
 
 # Pytest finds the fixtures by these names.
-folder = doors.folder
-door = doors.door
+folder = command_runs.folder
+run_command = command_runs.run_command
 
 VERBS = ["eats", "sees", "finds", "wants"]
 THINGS = ["trees", "lions", "grass", "water", "nothing"]
@@ -34,10 +34,10 @@ def zebras(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
-def test_an_empty_prompt_begins_as_documents_do(folder, door, zebras, packing):
+def test_an_empty_prompt_begins_as_documents_do(folder, run_command, zebras, packing):
     """The sample that the run prints and the first held-out tokens begin so too."""
     run = folder / packing
-    result = door(
+    result = run_command(
         run,
         [
             f"data.path={zebras}",
@@ -60,28 +60,30 @@ def test_an_empty_prompt_begins_as_documents_do(folder, door, zebras, packing):
     bits = nats / math.log(2) / results["validation_bytes"]
     assert results["eval_whole/bits_per_byte"] == pytest.approx(bits)
     options = ("temperature=0", "num_tokens=40", "runtime.cpu_devices=2")
-    sample = door(run, ["prompt=", *options], module="train.sample", config=())
+    sample = run_command(run, ["prompt=", *options], module="train.sample", config=())
     assert sample.returncode == 0, sample.stderr
     possible_texts = {f"Zebra {verb} {thing}" for verb in VERBS for thing in THINGS}
     assert sample.stdout.removesuffix("\n") in possible_texts
 
 
 @pytest.mark.slow
-def test_a_run_without_a_start_token_resumes_without_it(folder, door, zebras):
+def test_a_run_without_a_start_token_resumes_without_it(folder, run_command, zebras):
     """The steps are bitwise equal even if the command omits the key.
 
     Another value of the key is refused.
     """
     data = (f"data.path={zebras}", "train.num_steps=10")
-    uninterrupted = door(folder / "straight", [*data, "data.document_start=false"])
+    uninterrupted = run_command(
+        folder / "straight", [*data, "data.document_start=false"]
+    )
     assert uninterrupted.returncode == 0, uninterrupted.stderr
     run = folder / "stopped"
-    result = door(run, [*data, "data.document_start=false"], drill="crash:0:7")
+    result = run_command(run, [*data, "data.document_start=false"], fault="crash:0:7")
     assert result.returncode == 1, result.stderr
-    refusal = door(run, [*data, "data.document_start=true"])
+    refusal = run_command(run, [*data, "data.document_start=true"])
     assert refusal.returncode == 78
     assert "data.document_start = true" in refusal.stderr
-    result = door(run, data)
+    result = run_command(run, data)
     assert result.returncode == 0, result.stderr
     assert "from step 5\n" in result.stdout
     assert steps(run) == steps(folder / "straight")
@@ -90,8 +92,10 @@ def test_a_run_without_a_start_token_resumes_without_it(folder, door, zebras):
 
 
 @pytest.mark.slow
-def test_the_sample_of_a_single_text_begins_with_the_validation_text(folder, door):
-    result = door(folder / "single", ["train.num_steps=3"])
+def test_the_sample_of_a_single_text_begins_with_the_validation_text(
+    folder, run_command
+):
+    result = run_command(folder / "single", ["train.num_steps=3"])
     assert result.returncode == 0, result.stderr
     results = json.loads((folder / "single/results.json").read_text())
     text = (folder / "text.txt").read_text()

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Forks
-from tests.train import doors
-from tests.train.doors import Door, lines
+from tests.train import command_runs
+from tests.train.command_runs import RunCommand, lines
 from train.run.digests import SEAL
 
 # Pytest finds the fixtures by these names.
-folder = doors.folder
-door = doors.door
+folder = command_runs.folder
+run_command = command_runs.run_command
 
 SHORT = ("schedule=constant", "train.num_steps=4", "checkpoint.save_interval_steps=2")
 LONGER = (*SHORT, "train.num_steps=6")
@@ -72,13 +72,13 @@ WAYS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path, door: Door) -> Path:
-    result = door(folder / "trained", SHORT)
+def trained(folder: Path, run_command: RunCommand) -> Path:
+    result = run_command(folder / "trained", SHORT)
     assert result.returncode == 0, result.stderr
     return folder / "trained"
 
 
-def check_refusal(run: Path, start: Callable[[], doors.Result]) -> str:
+def check_refusal(run: Path, start: Callable[[], command_runs.Result]) -> str:
     """Start a run twice, check that nothing is trained, and return the last message."""
     metrics = (run / "metrics.jsonl").read_bytes()
     for _ in range(2):
@@ -91,37 +91,39 @@ def check_refusal(run: Path, start: Callable[[], doors.Result]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_longer_run_is_refused(trained, door, way):
+def test_a_longer_run_is_refused(trained, run_command, way):
     run = Path(shutil.copytree(trained, trained.parent / "copy"))
     try:
         WAYS[way](run / "checkpoints")
-        assert str(run) in check_refusal(run, lambda: door(run, LONGER))
+        assert str(run) in check_refusal(run, lambda: run_command(run, LONGER))
     finally:
         shutil.rmtree(run)
 
 
 @pytest.mark.slow
-def test_the_error_names_a_remedy_and_the_run_resumes_from_a_copy(trained, door):
+def test_the_error_names_a_remedy_and_the_run_resumes_from_a_copy(trained, run_command):
     run = Path(shutil.copytree(trained, trained.parent / "again"))
     (run / "checkpoints").rename(run / "copy")
-    message = check_refusal(run, lambda: door(run, LONGER))
+    message = check_refusal(run, lambda: run_command(run, LONGER))
     assert "its results.json has the score of step 4" in message
     assert "Put the checkpoints back" in message
     shutil.rmtree(run / "checkpoints")
     (run / "copy").rename(run / "checkpoints")
-    result = door(run, LONGER)
+    result = run_command(run, LONGER)
     assert "from step 4\n" in result.stdout, result.stderr
     assert [line["step"] for line in lines(run) if "loss" in line] == [*range(1, 7)]
 
 
 @pytest.mark.slow
-def test_a_run_with_initial_weights_does_not_begin_again_with_them(trained, door):
+def test_a_run_with_initial_weights_does_not_begin_again_with_them(
+    trained, run_command
+):
     run = trained.parent / "begun"
     initial_weights = f"init_from={trained}"
-    assert door(run, [*SHORT, initial_weights]).returncode == 0
+    assert run_command(run, [*SHORT, initial_weights]).returncode == 0
     shutil.rmtree(run / "checkpoints")
     assert "score of step 4" in check_refusal(
-        run, lambda: door(run, [*LONGER, initial_weights])
+        run, lambda: run_command(run, [*LONGER, initial_weights])
     )
 
 
@@ -143,10 +145,10 @@ def test_a_branch_is_refused_with_its_trunk_named(trained, folder, forks: Forks,
 
 
 @pytest.mark.slow
-def test_a_run_that_crashed_before_its_first_save_begins_again(folder, door):
+def test_a_run_that_crashed_before_its_first_save_begins_again(folder, run_command):
     run = folder / "crashed"
     words = (*SHORT, "checkpoint.save_interval_steps=3")
-    assert door(run, words, drill="crash:0:2").returncode == 1
+    assert run_command(run, words, fault="crash:0:2").returncode == 1
     assert [line["step"] for line in lines(run)] == [1]
-    assert door(run, words).returncode == 0
+    assert run_command(run, words).returncode == 0
     assert [line["step"] for line in lines(run) if "loss" in line] == [1, 2, 3, 4]

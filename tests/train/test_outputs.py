@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Forks
-from tests.train import doors
-from tests.train.doors import Door
+from tests.train import command_runs
+from tests.train.command_runs import RunCommand
 from train.errors import writing
 
 # Pytest finds the fixtures by these names.
-folder = doors.folder
-door = doors.door
+folder = command_runs.folder
+run_command = command_runs.run_command
 
 SMALL = ("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2")
 COMMANDS = {
@@ -34,11 +34,11 @@ COMMANDS = {
 
 
 @pytest.fixture(scope="module")
-def words(folder: Path, door: Door) -> dict[str, Path]:
+def words(folder: Path, run_command: RunCommand) -> dict[str, Path]:
     run = folder / "run"
     other_run = folder / "other"
     overrides = ("model=plain", "model.num_layers=1", "train.num_steps=2")
-    result = door(run, [*overrides, "checkpoint.save_interval_steps=2"])
+    result = run_command(run, [*overrides, "checkpoint.save_interval_steps=2"])
     assert result.returncode == 0, result.stderr
     shutil.copytree(run, other_run)
     (folder / "file").write_text("")

@@ -13,7 +13,7 @@ from etils import epath
 
 import train.status
 from tests.fleet import REPOSITORY
-from tests.train import doors
+from tests.train import command_runs
 from train.config import RunConfig
 from train.liveness import Owner
 from train.run.metrics import EventLog, open_metrics
@@ -22,8 +22,8 @@ from train.status import StatusConfig, main, read_status
 OWNER = Owner.current()
 CONFIG = "data:\n  document_start: true\ntrain:\n  num_steps: 80\n"
 # Pytest finds the fixtures by these names.
-folder = doors.folder
-door = doors.door
+folder = command_runs.folder
+run_command = command_runs.run_command
 
 
 def write_run(
@@ -183,8 +183,8 @@ def test_a_run_is_followed_until_it_has_no_owner(tmp_path, monkeypatch, capsys):
     assert "stopped: preempted" in out
 
 
-def test_no_run_is_a_mistake_of_the_command_line(door, tmp_path):
-    result = door(tmp_path, module="train.status", config=())
+def test_no_run_is_a_mistake_of_the_command_line(run_command, tmp_path):
+    result = run_command(tmp_path, module="train.status", config=())
     assert result.returncode == 78
     assert f"run.dir = {tmp_path}" in result.stderr
     rule = "must name the directory of a run; there is no"

@@ -6,8 +6,9 @@ The environment variable LONGHAUL_DRILL has an effect only if the config has
 - `stuck:<process>:<step>`: the process hangs after the step;
 - `flip:<step>:<device>:<array>`: after the step, one bit flips in a device's shard of
   an array, say `params.embedding.weight`; <device> is an index into the flat mesh;
-- `fill:<step>:<array>:<layer>:<value>`: after the step, one layer of an array of the
-  state, say `params.layers.0.0.mlp.up.weight`, is filled with `nan` or a number;
+- `fill:<step>:<array>:<layer>:<value>`: after the step, the index <layer> of an array's
+  first dim is filled with `nan` or a number. The layers of a model are stacked along
+  this dim, as in `params.layers.0.0.mlp.up.weight`;
 - `crash:<process>:<step>`: the process raises an exception after the step;
 - `pace:<seconds>:<file>`: each step takes `<seconds>` longer until the file exists.
 """
@@ -33,22 +34,24 @@ class FaultInjection:
     def __init__(self, process: int, allowed: bool):
         """Read the variable, and warn if it is set."""
         fault = os.environ.get("LONGHAUL_DRILL", "")
-        drill = f"LONGHAUL_DRILL={fault}"
+        setting = f"LONGHAUL_DRILL={fault}"
         if fault and allowed:
-            log.warning("FAULT INJECTION: this run is a drill of %s", drill)
+            log.warning("FAULT INJECTION: this run is a drill of %s", setting)
         elif fault:
             key = "runtime.allow_fault_injection=true"
-            log.warning("%s has no effect without %s", drill, key)
+            log.warning("%s has no effect without %s", setting, key)
         self._process = str(process)
-        self._kind, *self._arguments = fault.split(":") if allowed else ("",)
+        words = fault.split(":") if allowed else [""]
+        self._kind = words[0]
+        self._arguments = words[1:]
 
     def after(self, step: int, state: TrainState, program: Program) -> TrainState:
         """Return the state after a step, with the fault if it is due."""
         process_and_step = [self._process, str(step)]
         match self._kind, self._arguments:
-            case "stuck", due if due == process_and_step:
+            case "stuck", arguments if arguments == process_and_step:
                 time.sleep(10**6)
-            case "crash", due if due == process_and_step:
+            case "crash", arguments if arguments == process_and_step:
                 raise RuntimeError(f"as LONGHAUL_DRILL asks for, after step {step}")
             case "pace", [seconds, file] if not Path(file).exists():
                 time.sleep(float(seconds))

@@ -1,8 +1,9 @@
 """Restore the newest checkpoint whose files match their digests.
 
-If a step is damaged, has another number than its folder, or belongs to another run, it
-is never deleted: it is moved to the folder `quarantine`, and an error is logged. A step
-that was complete but not yet sealed when its process died is used only if no sealed
+A step is the checkpoint of a step in the folder of its number. One that is damaged, has
+another number than its folder, or belongs to another run is moved to the folder
+`quarantine`, never deleted, and an error is logged. A step is sealed when its digests
+are written (digests.py). If its process died before that, it is used only if no sealed
 step is left. If checkpoints exist but none can be used, DataError is raised: a run
 never silently starts over.
 """
@@ -54,9 +55,11 @@ class SavedSteps:
         cluster: Cluster = ALONE,
         run_id: str | None = None,
     ):
-        """Open the folder; without `orbax` it is only read, and no step is moved.
+        """Open the folder.
 
-        Steps of a run other than `run_id` are not used; None accepts all steps.
+        orbax: the checkpointer of the process that writes steps. None opens another
+            one, with which steps are only read, and not moved.
+        run_id: the run whose steps are used; None accepts those of any run.
         """
         self._directory = directory
         self._cluster = cluster
@@ -70,11 +73,15 @@ class SavedSteps:
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
     def scores(self) -> dict[int, float]:
-        """Return the validation losses of saved steps that scored the newest's rows."""
+        """Return the validation losses that can be compared with the newest, by step.
+
+        They are those of evaluations with as many targets as the newest evaluation.
+        """
+        # Of the dicts by step, take the one whose largest step is the newest.
         return max(self.scores_by_targets().values(), key=max, default={})
 
     def scores_by_targets(self) -> dict[float | None, dict[int, float]]:
-        """Return the validation losses by step, for each number of scored targets."""
+        """Return the validation losses by step, by the number of targets evaluated."""
         scores = defaultdict[float | None, dict[int, float]](dict)
         for saved in self._orbax.checkpoints:
             metrics = saved.metrics or {}
@@ -83,15 +90,15 @@ class SavedSteps:
         return scores
 
     def best(self) -> int:
-        """Return the step of the lowest validation loss, on the rows of the newest.
+        """Return the step with the lowest validation loss of those in `scores`.
 
         Raises:
             ConfigError: no saved step was evaluated.
         """
         if scores := self.scores():
             return min(scores, key=lambda step: scores[step])
-        rule = "no checkpoint was evaluated; train with checkpoint.keep_best=true"
-        raise ConfigError([Mistake("step", "best", rule)])
+        message = "no checkpoint was evaluated; train with checkpoint.keep_best=true"
+        raise ConfigError([Mistake("step", "best", message)])
 
     def restore(
         self,
@@ -107,8 +114,8 @@ class SavedSteps:
                 whatever mesh the step was saved from.
             step: restore only this step.
             at_most: restore the newest step up to this one; quarantine later ones.
-            repack: a function of optax's state and the step that converts the state to
-                the moment format of `like`; None keeps the format that was saved.
+            repack: converts optax's state, given the state and its step, to the moment
+                format of `like`; None keeps the format that was saved.
 
         Returns:
             The state; None if there is no checkpoint, not even in the quarantine.
@@ -150,16 +157,15 @@ class SavedSteps:
         if at_most is not None:
             steps, unsealed = self._rewind(steps, unsealed, at_most)
         for candidate in [s for s in reversed(steps) if s not in unsealed]:
-            objection = self._objection(candidate)
-            loaded = load(candidate) if objection is None else None
-            if loaded is not None:
-                for unhashed in [] if self._read_only else unsealed:
-                    # If this step stayed, the run would not save the step again.
-                    self._log_error("checkpoint of step %d was never hashed", unhashed)
-                    self._set_aside(unhashed)
-                return loaded
-            objection = objection or f"does not belong there: {_OTHER_ARRAYS}"
-            self._log_error("checkpoint of step %d %s", candidate, objection)
+            refused = self._reason_to_refuse(candidate)
+            if refused is None:
+                loaded = load(candidate)
+                if loaded is not None:
+                    if not self._read_only:
+                        self._set_unsealed_aside(unsealed)
+                    return loaded
+                refused = f"does not belong there: {_OTHER_ARRAYS}"
+            self._log_error("checkpoint of step %d %s", candidate, refused)
             self._set_aside(candidate)
         if unsealed:
             return self._load_unsealed(unsealed[-1], load)
@@ -177,7 +183,8 @@ class SavedSteps:
     ) -> tuple[int, Any]:
         """Return the restored step and its parameters, which are the only arrays read.
 
-        The parameters are the averages if the step and `like` have averages.
+        If both the step and `like` have averages of the parameters, these are returned
+        instead.
 
         Raises:
             ConfigError: there is no such step, or it does not fit the model.
@@ -186,6 +193,7 @@ class SavedSteps:
         """
 
         def load(step: int) -> tuple[int, Any]:
+            # It has either the parameters or their averages.
             loaded = self._read(step, params_to_load, like)
             return step, loaded.get("params") or loaded["optimizer"]["average"]
 
@@ -211,8 +219,8 @@ class SavedSteps:
         remaining = [step for step in steps if step <= at_most]
         return remaining, [step for step in unsealed if step <= at_most]
 
-    def _objection(self, step: int) -> str | None:
-        """Return why a step cannot be used; each process checks some files."""
+    def _reason_to_refuse(self, step: int) -> str | None:
+        """Return why a step cannot be used, or None. Each process checks some files."""
         cluster = self._cluster
         folder = self._directory / str(step)
         return cluster.first_error(
@@ -252,17 +260,18 @@ class SavedSteps:
         loaded = self._read(step, arrays_to_load, like)
         if int(loaded["step"]) != step:
             return None
-        transform, average = map(loaded["optimizer"].get, OptimizerState._fields)
+        optax_state = loaded["optimizer"].get("transform")
+        average = loaded["optimizer"].get("average")
         params = loaded["params"]
         recent = loaded.get("recent")
         target = like.optimizer
         if repack is not None and (
-            jax.tree.structure(transform) != jax.tree.structure(target.transform)
+            jax.tree.structure(optax_state) != jax.tree.structure(target.transform)
         ):
             message = "the moments of step %d had another format: rounded once"
             self._log_error(message, step)
             repacked = jax.jit(repack, out_shardings=_shardings(target.transform))
-            transform = repacked(transform, loaded["step"])
+            optax_state = repacked(optax_state, loaded["step"])
         if target.average is not None and average is None:
             self._log_error("step %d has no average; it starts at the weights", step)
             start_average = jax.jit(averages, out_shardings=_shardings(target.average))
@@ -271,7 +280,7 @@ class SavedSteps:
             recent = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), like.recent
             )
-        optimizer = OptimizerState(transform, average)
+        optimizer = OptimizerState(optax_state, average)
         return TrainState(loaded["step"], params, optimizer, recent)
 
     def _load_unsealed(self, step: int, load: Callable[[int], Any]) -> Any:
@@ -291,6 +300,12 @@ class SavedSteps:
             write_seal(folder, digests(folder))
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
         return loaded
+
+    def _set_unsealed_aside(self, unsealed: list[int]) -> None:
+        """Move unsealed steps, which the run would otherwise not save again."""
+        for step in unsealed:
+            self._log_error("checkpoint of step %d was never hashed", step)
+            self._set_aside(step)
 
     def _log_error(self, *message: object) -> None:
         if self._cluster.is_leader:

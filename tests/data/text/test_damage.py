@@ -11,13 +11,13 @@ import pytest
 from data.errors import DataError
 from data.text.records import BadRecord, ReadSettings, Record
 from tests.data.text.written_files import (
-    COLUMNS,
+    COLUMN_FILES,
     WITH_IDS,
     encode_records,
-    file_of,
     good,
     named_file,
     read_file,
+    write_file,
 )
 
 
@@ -28,12 +28,12 @@ def test_text_before_damage_is_read(tmp_path, name):
     records = [(str(n), source.randbytes(2500).hex() + "猫") for n in range(400)]
     content = encode_records(name, records)
     settings = WITH_IDS if "jsonl" in name else ReadSettings()
-    intact = read_file(file_of(tmp_path, name, content), settings)
+    intact = read_file(write_file(tmp_path, name, content), settings)
     total = sum(len(item.text) for item in good(intact))
     for trial in range(12):
         offset = source.randrange(len(content) // 8, len(content))
         broken = content[:offset] + b"\xff" * (len(content) - offset) * (trial % 2)
-        result = read_file(file_of(tmp_path, name, broken), settings)
+        result = read_file(write_file(tmp_path, name, broken), settings)
         texts = b"".join(item.text for item in good(result))
         assert isinstance(result[-1], BadRecord)
         assert "cannot be read further" in result[-1].reason
@@ -44,17 +44,17 @@ def test_text_before_damage_is_read(tmp_path, name):
             texts.decode()
             assert b"".join(item.text for item in good(intact)).startswith(texts)
     with_zeros = read_file(
-        file_of(tmp_path, "b.txt.gz", gzip.compress(b"a") + bytes(9))
+        write_file(tmp_path, "b.txt.gz", gzip.compress(b"a") + bytes(9))
     )
     assert with_zeros == [Record("b.txt.gz", b"a", True)]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", *COLUMNS, "a.txt"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", *COLUMN_FILES, "a.txt"])
 @pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("gone")])
 def test_a_storage_failure_is_not_a_bad_record(tmp_path, monkeypatch, name, error):
     """Otherwise on_error=skip would leave out half a file when a network breaks."""
     records = [(str(n), "text" * 9) for n in range(3)]
-    file = file_of(tmp_path, name, encode_records(name, records))
+    file = write_file(tmp_path, name, encode_records(name, records))
     reads = []
 
     class Failing(io.BytesIO):
@@ -97,19 +97,21 @@ def damage_randomly(content: bytes, source: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("trials", [60, pytest.param(2000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", *COLUMNS, "a.txt.gz"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl.gz", "a.jsonl.zst", *COLUMN_FILES, "a.txt.gz"]
+)
 def test_random_damage_is_reported_and_raises_nothing(tmp_path, name, trials):
     source = random.Random(trials)
     records = [(f"id {n}", "ab 猫\n" * n) for n in range(8)]
     content = encode_records(name, records)
-    intact = read_file(file_of(tmp_path, name, content))
+    intact = read_file(write_file(tmp_path, name, content))
     reported = 0
     for _ in range(trials):
-        file = file_of(tmp_path, name, damage_randomly(content, source))
+        file = write_file(tmp_path, name, damage_randomly(content, source))
         result = read_file(file)
         for record in good(result):
             record.text.decode()
         reported += len(good(result)) < len(result)
-        if len(good(result)) == len(result) and name not in COLUMNS:
+        if len(good(result)) == len(result) and name not in COLUMN_FILES:
             assert result == intact, "both compressions hold a checksum"
     assert reported > trials // 3

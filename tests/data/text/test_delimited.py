@@ -13,9 +13,9 @@ from data.text.delimited import CSV
 from data.text.records import BadRecord, ReadSettings
 from tests.data.text.written_files import (
     compress,
-    file_of,
     good,
     read_file,
+    write_file,
 )
 
 NAMES = ("a.csv", "a.tsv", "a.csv.gz", "a.CSV.zst".lower())
@@ -35,7 +35,7 @@ def test_rows_are_read_back(name, delimiter, rows):
     writer.writerows([(n, text, key) for n, (key, text) in enumerate(rows)])
     with tempfile.TemporaryDirectory() as folder:
         content = compress(name, sink.getvalue().encode())
-        file = file_of(Path(folder), name, content)
+        file = write_file(Path(folder), name, content)
         assert file.format == CSV
         expected = [(key, text.encode(), True) for key, text in rows]
         assert read_file(file) == expected
@@ -58,7 +58,7 @@ FAULTS = [
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_a_broken_row_is_reported_and_hides_no_other(tmp_path, fault, reason, end):
     content = b"\xef\xbb\xbfid,text,n\n1,a,b\n\n" + fault + b'3,"c\nd",e\n'
-    file = file_of(tmp_path, "a.csv", content.replace(b"\n", end))
+    file = write_file(tmp_path, "a.csv", content.replace(b"\n", end))
     limits = ReadSettings(id_field="id", max_record_bytes=100)
     first, bad, last = read_file(file, limits)
     assert first == ("1", b"a", True)
@@ -69,17 +69,17 @@ def test_a_broken_row_is_reported_and_hides_no_other(tmp_path, fault, reason, en
 
 def test_a_table_without_the_column_or_without_rows(tmp_path):
     for content in (b"id,content\n1,a\n", b"a b c\n", b"\n1,2\n", b'"text"x,id\n'):
-        (bad,) = read_file(file_of(tmp_path, "a.csv", content))
+        (bad,) = read_file(write_file(tmp_path, "a.csv", content))
         assert isinstance(bad, BadRecord)
         assert "no column" in bad.reason
-    assert read_file(file_of(tmp_path, "a.csv", b"")) == []
-    assert read_file(file_of(tmp_path, "a.csv", b"id,text\n")) == []
+    assert read_file(write_file(tmp_path, "a.csv", b"")) == []
+    assert read_file(write_file(tmp_path, "a.csv", b"id,text\n")) == []
 
 
 def test_text_before_damage_is_read(tmp_path):
     rows = [f"{n},text {n * 7919}\n" for n in range(3000)]
     content = compress("a.csv.gz", ("id,text\n" + "".join(rows)).encode())
-    file = file_of(tmp_path, "a.csv.gz", content[: len(content) // 2])
+    file = write_file(tmp_path, "a.csv.gz", content[: len(content) // 2])
     *records, bad = read_file(file)
     assert isinstance(bad, BadRecord)
     assert "cannot be read further" in bad.reason

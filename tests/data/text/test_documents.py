@@ -1,3 +1,6 @@
+"""Each format is read as it was written, and bad records are reported."""
+
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -11,28 +14,27 @@ from data.text.documents import read_documents
 from data.text.files import Unit
 from data.text.records import BadRecord, ReadSettings, Record
 from tests.data.text.written_files import (
-    COLUMNS,
-    LINES,
-    WITH_IDS,
+    COLUMN_FILES,
+    LINE_FILES,
     Found,
     compress,
     encode_records,
     encode_table,
-    file_of,
     good,
     named_file,
     read_file,
+    write_file,
 )
 
-TEXTS = ("a.txt", "a.txt.gz", "a.md.zst", "a", "a.json")
+TEXT_FILES = ("a.txt", "a.txt.gz", "a.md.zst", "a", "a.json")
 
 
-@pytest.mark.parametrize("name", [*LINES, *COLUMNS])
+@pytest.mark.parametrize("name", [*LINE_FILES, *COLUMN_FILES])
 @settings(max_examples=25, deadline=None)
 @given(records=st.lists(st.tuples(st.text(min_size=1), st.text()), max_size=9))
 def test_records_are_read_back(name, records):
     with tempfile.TemporaryDirectory() as folder:
-        file = file_of(Path(folder), name, encode_records(name, records))
+        file = write_file(Path(folder), name, encode_records(name, records))
         expected = [(key, text.encode(), True) for key, text in records]
         assert read_file(file) == expected
         result = read_file(file, ReadSettings())
@@ -43,19 +45,20 @@ def test_records_are_read_back(name, records):
         assert all(record.id.startswith(f"{name}:") for record in good(result))
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", TEXT_FILES)
 @settings(max_examples=25, deadline=None)
 @given(text=st.binary())
 def test_a_text_is_read_back(name, text):
     with tempfile.TemporaryDirectory() as folder:
-        file = file_of(Path(folder), name, compress(name, text))
+        file = write_file(Path(folder), name, compress(name, text))
         expected = read_file(file, ReadSettings(keep_invalid_utf8=True))
-        assert expected == [Record(name, text, True)]
+        assert expected == [Record(name, text, ends=True)]
         try:
             text.decode()
         except UnicodeDecodeError as error:
             bad = BadRecord(file, f"byte {error.start}", "not UTF-8")
-            assert read_file(file) == [bad, Record(name, b"", True)]
+            # What was read before the error ends with an empty piece.
+            assert read_file(file) == [bad, Record(name, b"", ends=True)]
         else:
             assert read_file(file, ReadSettings(format=FormatName.text)) == expected
             if b"\0" not in text:
@@ -64,12 +67,12 @@ def test_a_text_is_read_back(name, text):
 
 @pytest.mark.parametrize("before", [b"", b"a", "猫".encode() * 9, b"line\n" * 2**20])
 def test_a_zero_byte_makes_a_text_binary_wherever_it_stands(tmp_path, before):
-    file = file_of(tmp_path, "a.txt", before + b"\0 and more\n")
-    *pieces, bad, end = read_file(file)
-    assert b"".join(piece.text for piece in good(pieces)) in before
+    file = write_file(tmp_path, "a.txt", before + b"\0 and more\n")
+    *pieces, bad, last_piece = read_file(file)
+    assert before.startswith(b"".join(piece.text for piece in good(pieces)))
     assert bad.location == f"byte {len(before)}"
     assert "a zero byte, the sign of binary data" in bad.reason
-    assert end.text == b""
+    assert last_piece.text == b""
 
 
 LIMIT = 200
@@ -90,7 +93,7 @@ FAULTS = [
     (b"null", "no JSON object but NoneType"),
     (b'{"id": 1, "text": "%s"}' % (b"x" * LIMIT), "longer than max_record_bytes"),
 ]
-ODD = [
+UNUSUAL = [
     (b'{"id": 7, "text": "crlf"}\r', "7", "crlf"),
     (b' \t{"text": "\\u0000", "id": "nul", "x": NaN} ', "nul", "\0"),
     (b'{"id": "\\ud800", "text": "\\ud83d\\ude00"}', "?", "😀"),
@@ -100,20 +103,22 @@ ODD = [
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-@pytest.mark.parametrize("end", [b"\n", b""])
-def test_each_bad_line_is_reported_and_hides_no_other(tmp_path, name, end):
+@pytest.mark.parametrize("last_newline", [b"\n", b""])
+def test_each_bad_line_is_reported_and_hides_no_other(tmp_path, name, last_newline):
     content = bytearray(b"\xef\xbb\xbf")
     expected = []
     file = named_file(tmp_path / name, 0)
-    for (bad, reason), (fine, key, text) in zip(FAULTS, ODD * 3, strict=True):
+    for (bad, reason), good_line in zip(FAULTS, itertools.cycle(UNUSUAL), strict=False):
+        fine, key, text = good_line
         expected.append((key, text.encode()))
         content += fine + b"\n\n \r\n"
         expected.append((f"byte {len(content)}", reason))
         content += bad + b"\n"
-    content = content[:-1] + end
+    content = content[:-1] + last_newline
     (tmp_path / name).write_bytes(compress(name, bytes(content)))
     settings = ReadSettings(id_field="id", max_record_bytes=LIMIT)
-    result = list(read_documents(Unit(file), settings))
+    whole_file = Unit(file)  # so that locations count from its start
+    result = list(read_documents(whole_file, settings))
     for item, (id_or_location, text_or_reason) in zip(result, expected, strict=True):
         if isinstance(item, BadRecord):
             assert (item.file, item.location) == (file, id_or_location)
@@ -122,8 +127,12 @@ def test_each_bad_line_is_reported_and_hides_no_other(tmp_path, name, end):
             assert item == (id_or_location, text_or_reason, True)
 
 
-def odd_table(text: pa.Array) -> pa.Table:
+def table_with_a_null_id(text: pa.Array) -> pa.Table:
     return pa.table({"id": pa.array(["x", None, "z"][: len(text)]), "text": text})
+
+
+def read_table(folder: Path, name: str, table: pa.Table) -> Found:
+    return read_file(write_file(folder, name, encode_table(name, table)))
 
 
 def not_utf8(kind: pa.DataType) -> pa.Array:
@@ -131,7 +140,7 @@ def not_utf8(kind: pa.DataType) -> pa.Array:
     return pa.array([b"a", b"\xff", b"c"], base).view(kind)
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("name", COLUMN_FILES)
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -144,7 +153,7 @@ def not_utf8(kind: pa.DataType) -> pa.Array:
     ],
 )
 def test_each_bad_row_is_reported_and_hides_no_other(tmp_path, name, text, reason):
-    file = file_of(tmp_path, name, encode_table(name, odd_table(text)))
+    file = write_file(tmp_path, name, encode_table(name, table_with_a_null_id(text)))
     settings = ReadSettings(id_field="id", max_record_bytes=LIMIT)
     first, bad, last = read_file(file, settings)
     assert (first, last) == (("x", b"a", True), ("z", b"c", True))
@@ -153,32 +162,40 @@ def test_each_bad_row_is_reported_and_hides_no_other(tmp_path, name, text, reaso
     assert reason in bad.reason
 
 
-@pytest.mark.parametrize("name", COLUMNS)
-def test_columns_may_be_odd(tmp_path, name):
-    def read_table(table: pa.Table, settings: ReadSettings = WITH_IDS) -> Found:
-        return read_file(file_of(tmp_path, name, encode_table(name, table)), settings)
-
-    (bad,) = read_table(pa.table({"id": ["x"]}))
+@pytest.mark.parametrize("name", COLUMN_FILES)
+def test_tables_without_usable_texts_are_reported(tmp_path, name):
+    (bad,) = read_table(tmp_path, name, pa.table({"id": ["x"]}))
     assert isinstance(bad, BadRecord)
     assert bad.reason == "no column 'text'"
-    numbers = read_table(odd_table(pa.array([1, 2])))
-    assert ["no text but int" in record.reason for record in numbers] == [True] * 2  # type: ignore
-    assert read_table(odd_table(pa.array([], pa.string()))) == []
-    fallback = read_table(odd_table(pa.array(["a", "b"])))
-    assert fallback[1] == (f"{name}:row 1", b"b", True)
+    numbers = read_table(tmp_path, name, table_with_a_null_id(pa.array([1, 2])))
+    assert len(numbers) == 2
+    for bad in numbers:
+        assert isinstance(bad, BadRecord)
+        assert "no text but int" in bad.reason
+    assert (
+        read_table(tmp_path, name, table_with_a_null_id(pa.array([], pa.string())))
+        == []
+    )
+
+
+@pytest.mark.parametrize("name", COLUMN_FILES)
+def test_ids_may_be_numbers_or_null_but_not_invalid(tmp_path, name):
+    number = read_table(tmp_path, name, pa.table({"id": [5], "text": ["a"]}))
+    assert number == [("5", b"a", True)]
+    _, null = read_table(tmp_path, name, table_with_a_null_id(pa.array(["a", "b"])))
+    assert null == (f"{name}:row 1", b"b", True)
     ids = pa.array([b"k", b"\xff"]).view(pa.string())
-    fine, bad = read_table(pa.table({"id": ids, "text": ["a"] * 2}))
+    fine, bad = read_table(tmp_path, name, pa.table({"id": ids, "text": ["a"] * 2}))
     assert fine == ("k", b"a", True)
     assert isinstance(bad, BadRecord)
-    assert read_table(pa.table({"id": [5], "text": ["a"]})) == [("5", b"a", True)]
 
 
-def test_frames_follow_each_other(tmp_path):
+def test_compressed_frames_one_after_another_are_one_text(tmp_path):
     for name in ("a.txt.gz", "a.txt.zst"):
         content = b"".join(compress(name, b"%d " % n) for n in range(2000))
         text = b"".join(b"%d " % n for n in range(2000))
-        file = file_of(tmp_path, name, content)
+        file = write_file(tmp_path, name, content)
         assert read_file(file) == [Record(name, text, True)]
-        result = read_file(file_of(tmp_path, name, content + b"no frame"))
+        result = read_file(write_file(tmp_path, name, content + b"no frame"))
         assert result[0] == (name, text, True)
         assert isinstance(result[1], BadRecord)

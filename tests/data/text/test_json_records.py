@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from data.text.json_formats import JSON
 from data.text.records import BadRecord, ReadSettings
-from tests.data.text.written_files import WITH_IDS, Found, compress, file_of, good
+from tests.data.text.written_files import WITH_IDS, Found, compress, good, write_file
 from tests.data.text.written_files import read_file as read
 
 
 def read_json(folder: Path, content: bytes, name: str = "a.json", **limits) -> Found:
-    file = file_of(folder, name, compress(name, content))
+    file = write_file(folder, name, compress(name, content))
     return read(replace(file, format=JSON), ReadSettings(id_field="id", **limits))
 
 
@@ -83,7 +83,7 @@ def test_unusable_records_are_reported(tmp_path, content, num_good, reason):
 def test_text_before_damage_is_read(tmp_path):
     values = [{"id": str(n), "text": f"text {n * 7919}"} for n in range(3000)]
     content = compress("a.json.gz", json.dumps(values).encode())
-    file = file_of(tmp_path, "a.json.gz", content[: len(content) // 2])
+    file = write_file(tmp_path, "a.json.gz", content[: len(content) // 2])
     *result, bad = read(replace(file, format=JSON), WITH_IDS)
     assert isinstance(bad, BadRecord)
     assert "the compressed file ends in the middle" in bad.reason

@@ -20,7 +20,7 @@ from data.text.corpus import Corpus
 from data.text.documents import read_documents
 from data.text.files import Unit, units_of
 from data.text.records import BadRecord, ReadSettings
-from tests.data.text.written_files import compress, file_of, good, read_file
+from tests.data.text.written_files import compress, good, read_file, write_file
 
 line = st.one_of(
     st.binary(max_size=40).map(lambda line: line.replace(b"\n", b"")),
@@ -35,7 +35,7 @@ line = st.one_of(
 def test_units_give_each_line_once_in_order(lines, unit_bytes, limit):
     settings = ReadSettings(max_record_bytes=limit)
     with tempfile.TemporaryDirectory() as folder:
-        file = file_of(Path(folder), "a.jsonl", b"\n".join(lines))
+        file = write_file(Path(folder), "a.jsonl", b"\n".join(lines))
         expected = list(read_documents(Unit(file), settings))
         with mock.patch.object(data.text.files, "UNIT_BYTES", unit_bytes):
             assert len(units_of(file)) == max(1, -(-file.size // unit_bytes))
@@ -67,7 +67,7 @@ def test_units_of_a_text_add_up_to_the_text(unit_folder, text, size):
         mock.patch.object(data.text.streams, "CUT_WINDOW", size[1]),
     ):
         for name in ("a.txt", "a.txt.gz"):
-            file = file_of(unit_folder, name, compress(name, text))
+            file = write_file(unit_folder, name, compress(name, text))
             records_by_name[name] = good(read_file(file, settings))
             assert b"".join(record.text for record in records_by_name[name]) == text
             ends = [record.ends for record in records_by_name[name]]
@@ -94,7 +94,7 @@ def test_a_single_text_is_divided_with_each_byte_in_one_split(
     ):
         pieces = []
         for name in ("a.txt", "a.txt.zst"):
-            file = file_of(unit_folder, name, compress(name, text))
+            file = write_file(unit_folder, name, compress(name, text))
             try:
                 units = Corpus("", (file,), validation).units()
             except DataError:
@@ -118,7 +118,7 @@ def test_a_single_text_is_divided_with_each_byte_in_one_split(
 
 def test_a_broken_single_text_is_reported_wherever_it_is_divided(tmp_path):
     content = gzip.compress(random.Random(0).randbytes(3000).hex().encode(), mtime=0)
-    file = file_of(tmp_path, "a.txt.gz", content[:-20])
+    file = write_file(tmp_path, "a.txt.gz", content[:-20])
     for validation in (0.0, 0.001, 0.1, 0.9):
         units = Corpus("", (file,), validation).units()
         result = [

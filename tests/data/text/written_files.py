@@ -17,8 +17,8 @@ from data.text.records import BadRecord, ReadSettings, Record
 
 Found = list[Record | BadRecord]
 WITH_IDS = ReadSettings(id_field="id")
-LINES = ("a.jsonl", "a.NDJSON", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst")
-COLUMNS = ("a.parquet", "stream.arrow", "file.arrow")
+LINE_FILES = ("a.jsonl", "a.NDJSON", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst")
+COLUMN_FILES = ("a.parquet", "stream.arrow", "file.arrow")
 
 
 def compress(name: str, content: bytes) -> bytes:
@@ -51,17 +51,18 @@ def encode_table(name: str, table: pa.Table) -> bytes:
 
 def encode_records(name: str, records: list[tuple[str, str]]) -> bytes:
     """Return a file of (id, text), or of all texts end to end if it has no records."""
-    if name in COLUMNS:
+    if name in COLUMN_FILES:
         schema = pa.schema({"n": pa.int32(), "id": pa.string(), "text": pa.string()})
         rows = [{"n": 1, "id": key, "text": text} for key, text in records]
         return encode_table(name, pa.Table.from_pylist(rows, schema))
-    if name in LINES:
+    if name in LINE_FILES:
         rows = [json.dumps({"id": key, "n": 1, "text": text}) for key, text in records]
         return compress(name, "".join(f"{row}\n" for row in rows).encode())
     return compress(name, "".join(text for _, text in records).encode())
 
 
-def file_of(folder: Path, name: str, content: bytes) -> File:
+def write_file(folder: Path, name: str, content: bytes) -> File:
+    """Write a file, and return how `classify` would describe it."""
     (folder / name).write_bytes(content)
     return named_file(folder / name, len(content))
 

@@ -15,8 +15,8 @@ import yaml
 from data.batches import Order, validation_batches
 from data.catalog import text_store
 from data.sources import open_sources
-from tests.train import doors
-from tests.train.doors import Door, Result, lines, state_of, steps
+from tests.train import command_runs
+from tests.train.command_runs import Result, RunCommand, lines, state_of, steps
 from train.core.eval_step import make_score_step
 from train.core.feed import place
 from train.resolve.program import make_program
@@ -26,14 +26,14 @@ from train.run.restore import SavedSteps
 from train.run.starts import read_run
 
 # Fixtures.
-folder = doors.folder
-door = doors.door
+folder = command_runs.folder
+run_command = command_runs.run_command
 
 
 @pytest.fixture(scope="module")
-def straight(folder: Path, door: Door) -> Path:
+def straight(folder: Path, run_command: RunCommand) -> Path:
     """Return a run of twenty steps that nothing stopped."""
-    result = door(folder / "straight")
+    result = run_command(folder / "straight")
     assert result.returncode == 0, result.stderr
     assert "from step 0" in result.stdout
     return folder / "straight"
@@ -72,7 +72,7 @@ def test_a_run_learns_and_writes_the_promised_files(straight):
 
 
 def test_a_run_stopped_in_every_way_goes_on_as_if_nothing_had_happened(
-    folder, door, straight
+    folder, run_command, straight
 ):
     """A preemption notice and a person's interrupt leave a save; kill -9 does not.
 
@@ -81,24 +81,24 @@ def test_a_run_stopped_in_every_way_goes_on_as_if_nothing_had_happened(
     """
     run = folder / "stopped"
     started_at = time.time()
-    killed = door(run, at_step=3, number=signal.SIGKILL)
+    killed = run_command(run, at_step=3, signal_number=signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL
     assert saved_steps(run) == []
-    preempted = door(run, at_step=7, number=signal.SIGTERM)
+    preempted = run_command(run, at_step=7, signal_number=signal.SIGTERM)
     assert preempted.returncode == 42, preempted.stderr
     assert "from step 0\n" in preempted.stdout
     assert "asked to stop: saved step" in preempted.stderr
     assert saved_steps(run)[-1] == steps(run)[-1]["step"] in range(7, 11)
-    interrupted = door(run, at_step=12, number=signal.SIGINT)
+    interrupted = run_command(run, at_step=12, signal_number=signal.SIGINT)
     assert interrupted.returncode == 130, interrupted.stderr
     stopped_at = saved_steps(run)[-1]
     assert stopped_at == steps(run)[-1]["step"] in range(12, 16)
     assert "Traceback" not in preempted.stderr + interrupted.stderr
     assert not (run / "results.json").exists()
-    killed = door(run, at_step=18, number=signal.SIGKILL)
+    killed = run_command(run, at_step=18, signal_number=signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL
     assert steps(run)[-1]["step"] == 18
-    result = door(run)
+    result = run_command(run)
     assert result.returncode == 0, result.stderr
     # The save of step 15 may have been in flight.
     assert re.search(rf"from step ({stopped_at}|15)\n", result.stdout)
@@ -114,9 +114,9 @@ def test_a_run_stopped_in_every_way_goes_on_as_if_nothing_had_happened(
     assert "in 5 starts" in result.stdout
 
 
-def test_a_finished_run_says_so_and_how_to_go_on(door, copy):
+def test_a_finished_run_says_so_and_how_to_go_on(run_command, copy):
     metrics = (copy / "metrics.jsonl").read_bytes()
-    result = door(copy)
+    result = run_command(copy)
     assert result.returncode == 0
     assert "finished    20 steps" in result.stdout
     (hint,) = [x for x in result.stdout.splitlines() if x.startswith("to go on")]
@@ -130,8 +130,8 @@ def test_a_finished_run_says_so_and_how_to_go_on(door, copy):
     assert saved_steps(copy) == [15, 20]
 
 
-def test_changes_that_make_another_run_are_refused_key_by_key(door, copy):
-    result = door(copy, ["data.batch_size=16", "model.embed_dim=64", "seed=1"])
+def test_changes_that_make_another_run_are_refused_key_by_key(run_command, copy):
+    result = run_command(copy, ["data.batch_size=16", "model.embed_dim=64", "seed=1"])
     assert result.returncode == 78
     changes = ("data.batch_size", 16, 8), ("model.embed_dim", 64, 32), ("seed", 1, 0)
     for key, new, old in changes:
@@ -143,8 +143,8 @@ def test_changes_that_make_another_run_are_refused_key_by_key(door, copy):
     assert len(list((copy / "starts").iterdir())) == 1
 
 
-def test_a_refused_rewind_moves_nothing(door, copy):
-    result = door(copy, ["run.rewind_to=17", "data.skip_batches=[3,4]"])
+def test_a_refused_rewind_moves_nothing(run_command, copy):
+    result = run_command(copy, ["run.rewind_to=17", "data.skip_batches=[3,4]"])
     assert result.returncode == 78
     assert "add run.rewind_to=<a step before them>" in result.stderr
     assert saved_steps(copy) == [15, 20]
@@ -153,7 +153,9 @@ def test_a_refused_rewind_moves_nothing(door, copy):
 
 
 @pytest.fixture(scope="module")
-def longer(folder: Path, straight: Path, door: Door) -> tuple[Path, Result]:
+def longer(
+    folder: Path, straight: Path, run_command: RunCommand
+) -> tuple[Path, Result]:
     """Return the run continued to 24 steps, with a protected key allowed to change."""
     run = Path(shutil.copytree(straight, folder / "longer"))
     changes = ("data.name=renamed", "run.allow_change=[data.name]")
@@ -161,7 +163,7 @@ def longer(folder: Path, straight: Path, door: Door) -> tuple[Path, Result]:
         *("eval.interval_steps=2", "eval.num_batches=1", "checkpoint.keep_best=true"),
         f"eval.sets={{more: {{path: {folder}/text.txt}}}}",
     )
-    result = door(run, ["train.num_steps=24", *changes, *evaluation])
+    result = run_command(run, ["train.num_steps=24", *changes, *evaluation])
     assert result.returncode == 0, result.stderr
     return run, result
 
@@ -185,18 +187,18 @@ def test_a_longer_run_keeps_its_schedule_and_records_what_changed(longer, straig
 
 
 @pytest.mark.slow
-def test_another_moment_dtype_is_accepted_if_its_key_is_allowed(door, copy):
+def test_another_moment_dtype_is_accepted_if_its_key_is_allowed(run_command, copy):
     """The moments may also change back; evaluation meets them as they were saved."""
     changes = ("optimizer.moment_dtype=int8", "train.num_steps=22")
-    result = door(copy, changes)
+    result = run_command(copy, changes)
     assert result.returncode == 78
     assert "run.allow_change=[optimizer.moment_dtype]" in result.stderr
     allowed = "run.allow_change=[optimizer.moment_dtype]"
-    result = door(copy, [*changes, allowed, "eval.interval_steps=21"])
+    result = run_command(copy, [*changes, allowed, "eval.interval_steps=21"])
     assert result.returncode == 0, result.stderr
     assert "from step 20" in result.stdout
     assert "moments of step 20 had another format" in result.stderr
-    result = door(
+    result = run_command(
         copy, ["optimizer.moment_dtype=float32", "train.num_steps=24", allowed]
     )
     assert result.returncode == 0, result.stderr
@@ -206,16 +208,16 @@ def test_another_moment_dtype_is_accepted_if_its_key_is_allowed(door, copy):
 
 
 def test_data_may_change_by_its_key_but_a_text_may_not_change_in_place(
-    folder, door, copy
+    folder, run_command, copy
 ):
     new_text = folder / "other.txt"
     new_text.write_text((folder / "text.txt").read_text().upper())
     changes = (f"data.path={new_text}", "train.num_steps=24")
-    result = door(copy, [*changes, "run.allow_change=[data.path]"])
+    result = run_command(copy, [*changes, "run.allow_change=[data.path]"])
     assert result.returncode == 0, result.stderr
     assert "other data from here on: data.path" in result.stderr
     new_text.write_text("another text again " * 2000)
-    refusal = door(copy, [*changes, "run.allow_change=[data.path]"])
+    refusal = run_command(copy, [*changes, "run.allow_change=[data.path]"])
     assert refusal.returncode == 65
     assert "fingerprint" in refusal.stderr
     assert "bring that data back" in refusal.stderr
@@ -251,7 +253,7 @@ def test_training_validation_and_tasks_agree_that_padding_ids_have_no_probabilit
     assert mean(20, validation) == pytest.approx(score, rel=1e-5)
 
 
-def test_named_sets_are_scored_and_the_best_step_is_kept(longer, door):
+def test_named_sets_are_scored_and_the_best_step_is_kept(longer, run_command):
     run, result = longer
     results = json.loads((run / "results.json").read_text())
     scores = [x for x in lines(run) if "eval/more/loss" in x]
@@ -263,15 +265,15 @@ def test_named_sets_are_scored_and_the_best_step_is_kept(longer, door):
     best = SavedSteps(run / "checkpoints").scores()
     assert {22, 24} >= {*best} >= {min(best, key=lambda step: best[step])}
     arguments = ("runtime.cpu_devices=2", "step=best", "num_batches=1")
-    evaluation = door(run, arguments, module="train.evaluate", config=())
+    evaluation = run_command(run, arguments, module="train.evaluate", config=())
     assert evaluation.returncode == 0, evaluation.stderr
     score = json.loads(evaluation.stdout.splitlines()[-1])
     assert score["loss"] == pytest.approx(min(best.values()), rel=1e-6)
     assert {*score["sets"]} == {"more"}
 
 
-def test_sample_continues_the_prompt(door, straight):
-    result = door(
+def test_sample_continues_the_prompt(run_command, straight):
+    result = run_command(
         straight,
         [
             "prompt=def wrap",

@@ -11,13 +11,13 @@ from data.config import DataConfig, MixtureSource, Source
 from data.prepare_config import PrepareConfig
 from data.sources import open_sources
 from data.token_store.build import prepare_store
-from tests.train import doors
-from tests.train.doors import lines, state_of, steps
+from tests.train import command_runs
+from tests.train.command_runs import lines, state_of, steps
 from train.run.metrics import read_events
 
 # Fixtures.
-folder = doors.folder
-door = doors.door
+folder = command_runs.folder
+run_command = command_runs.run_command
 
 
 @pytest.mark.slow
@@ -32,34 +32,36 @@ door = doors.door
     ],
     ids=" ".join,
 )
-def test_a_run_with_random_rounding_resumes_bitwise_equal(folder, door, overrides):
+def test_a_run_with_random_rounding_resumes_bitwise_equal(
+    folder, run_command, overrides
+):
     run = folder / overrides[0]
-    result = door(run, overrides)
+    result = run_command(run, overrides)
     assert result.returncode == 0, result.stderr
     losses = steps(run)
     state = state_of(run, 20)
     assert losses[-1]["loss"] < losses[0]["loss"] - 0.02
-    result = door(run, [*overrides, "run.rewind_to=15"])
+    result = run_command(run, [*overrides, "run.rewind_to=15"])
     assert result.returncode == 0, result.stderr
     assert "from step 15" in result.stdout
     jax.tree.map(np.testing.assert_array_equal, state_of(run, 20), state)
 
 
 @pytest.mark.slow
-def test_a_planned_mesh_is_written_out(folder, door):
+def test_a_planned_mesh_is_written_out(folder, run_command):
     path = folder / "chosen"
     steps = "train.num_steps=2"
-    result = door(path, ["mesh=planned", steps])
+    result = run_command(path, ["mesh=planned", steps])
     assert result.returncode == 0, result.stderr
     assert "mesh=planned: the rates of these devices are unknown" in result.stderr
     mesh = yaml.safe_load((path / "config.yaml").read_text())["mesh"]
     assert (mesh["fsdp"], mesh["planned"]) == (2, False)
-    second_result = door(path, ["mesh=planned", steps])  # This is the same command.
+    second_result = run_command(path, ["mesh=planned", steps])  # the same command
     assert second_result.returncode == 0, second_result.stderr
 
 
 @pytest.mark.slow
-def test_a_source_may_be_used_up_by_the_last_step(folder, door):
+def test_a_source_may_be_used_up_by_the_last_step(folder, run_command):
     """The loop would read more rows ahead of its steps than the source has."""
     store = folder / "prepared"
     prepare_store(PrepareConfig(input=f"{folder}/text.txt", output=str(store)), FORMATS)
@@ -73,26 +75,26 @@ def test_a_source_may_be_used_up_by_the_last_step(folder, door):
         f"data.sources={{a: {{path: {store}, epochs: {84 / len(rows)}}}}}",
         *("train.num_steps=10", "runtime.cpu_devices=2", "tracker=none"),
     )
-    result = door(folder / "used_up", config=config)
+    result = run_command(folder / "used_up", config=config)
     assert result.returncode == 0, result.stderr
-    result = door(folder / "used_up", ["train.num_steps=11"], config=config)
+    result = run_command(folder / "used_up", ["train.num_steps=11"], config=config)
     assert result.returncode == 78
     assert "data.sources.a.epochs" in result.stderr
 
 
 @pytest.mark.slow
-def test_values_that_are_not_finite_are_not_saved_and_end_the_run(folder, door):
+def test_values_that_are_not_finite_are_not_saved_and_end_the_run(folder, run_command):
     """A moment overflows after step 7, and no step notices it."""
     fault = "fill:7:optimizer.transform.0.mu.layers.0.0.mlp.up.weight:1:inf"
     run = folder / "poisoned"
-    result = door(run, ["train.max_skipped_steps=100"], drill=fault)
+    result = run_command(run, ["train.max_skipped_steps=100"], fault=fault)
     assert result.returncode == 3, result.stderr
     assert "step 10 is not saved: there are values that are not" in result.stderr
     assert {p.name for p in (run / "checkpoints").glob("[0-9]*")} == {"5"}
 
 
-def test_a_run_that_diverges_stops_with_advice(folder, door):
-    result = door(
+def test_a_run_that_diverges_stops_with_advice(folder, run_command):
+    result = run_command(
         folder / "diverged",
         [
             "optimizer.learning_rate=1e30",

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from data.batches import Order
-from tests.train import doors
+from tests.train import command_runs
+from tests.train.command_runs import lines
 from tests.train.conftest import CUBE, DEEP, MOE
-from tests.train.doors import lines
 from train.core.feed import place
 from train.core.numerics import find_culprit
 
 # Fixtures.
-folder = doors.folder
-door = doors.door
+folder = command_runs.folder
+run_command = command_runs.run_command
 INTERVAL = "log.numerics_interval_steps=5"
 PARTS = ("train.accumulation_steps=2", INTERVAL)
 
@@ -171,13 +171,15 @@ def test_eight_bits_flush_small_values(programs, store, dtype):
 
 
 @pytest.mark.slow
-def test_figures_are_recorded_before_a_score_and_a_save_of_their_step(folder, door):
+def test_figures_are_recorded_before_a_score_and_a_save_of_their_step(
+    folder, run_command
+):
     """No start repeats the steps of a checkpoint. The run crashes after step 5."""
     overrides = (
         *("log.numerics_interval_steps=1", "checkpoint.save_interval_steps=2"),
         *("log.interval_steps=20", "eval.interval_steps=3", "eval.num_batches=1"),
     )
-    result = door(folder / "crashed", overrides, drill="crash:0:5")
+    result = run_command(folder / "crashed", overrides, fault="crash:0:5")
     assert result.returncode == 1, result.stderr
     # The other lines count the tokens before a save or an evaluation.
     rows = [row for row in lines(folder / "crashed") if "tokens" not in row]
@@ -187,7 +189,7 @@ def test_figures_are_recorded_before_a_score_and_a_save_of_their_step(folder, do
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("most", "watched"), [(6, [5, 9]), (0, [5])])
-def test_a_run_names_the_layer_to_blame(folder, door, most, watched):
+def test_a_run_names_the_layer_to_blame(folder, run_command, most, watched):
     """A layer is spoiled after step 3, and step 4 ends a window: step 5 shows it.
 
     Step 5 is taken to find the layer even if no further update may be skipped."""
@@ -197,7 +199,9 @@ def test_a_run_names_the_layer_to_blame(folder, door, most, watched):
         "checkpoint.save_interval_steps=100",  # A save would refuse the bad layer.
     )
     fault = "fill:3:params.layers.0.0.mlp.down.weight:1:nan"
-    result = door(run, [*overrides, f"train.max_skipped_steps={most}"], drill=fault)
+    result = run_command(
+        run, [*overrides, f"train.max_skipped_steps={most}"], fault=fault
+    )
     assert result.returncode == 3, result.stderr
     assert "layer 1: its MLP is not finite" in result.stdout + result.stderr
     rows = [line for line in lines(run) if "numerics/mlp/1" in line]

@@ -1,4 +1,4 @@
-"""Adafactor follows the paper, matrix by matrix."""
+"""Adafactor computes the same as optax, and treats each layer of a stack alone."""
 
 from dataclasses import replace
 
@@ -33,29 +33,32 @@ def test_single_arrays_are_updated_as_in_optax():
             np.testing.assert_allclose(ours[step][0][name], theirs[name], rtol=1e-5)
 
 
-def test_layers_of_a_stack_are_updated_separately_and_heads_are_outputs():
+def test_each_layer_of_a_stack_is_updated_as_a_matrix_of_its_own():
     shape = {"matrix": (2, 8, 3, 4), "vector": (2, 8)}
     axes = ("embed", "heads", "head_dim")
     stacked_infos = {
-        "matrix": ParamInfo(("layers", *axes), Kind.matrix, 1),
+        "matrix": ParamInfo(("layers", *axes), Kind.matrix, inputs=1),
         "vector": ParamInfo(("layers", "embed"), Kind.vector),
     }
     layer_infos = {
-        "matrix": ParamInfo(("embed", "mlp"), Kind.matrix, 1),
+        "matrix": ParamInfo(("embed", "mlp"), Kind.matrix, inputs=1),
         "vector": INFOS["vector"],
     }
     params = draw(0, shape)
     grads = [draw(step, shape) for step in (1, 2)]
-    size = jnp.array([1.0, 1e3])  # A limit that both layers share would show.
+    # If both layers were clipped together, the second would make the first smaller.
+    scales = jnp.array([1.0, 1e3])
     for grad in grads:
-        grad["matrix"] *= size[:, None, None, None]
+        grad["matrix"] *= scales[:, None, None, None]
     (_, (new_params, state)) = take_steps(
         ADAFACTOR, params, 2, infos=stacked_infos, grads=grads
     )
-    state_shapes = [
+    state_shapes = {
         leaf.shape for leaf in jax.tree.leaves(state.transform) if leaf.ndim
-    ]
-    assert sorted(state_shapes) == [(2, 1, 3, 4), (2, 8), (2, 8, 1, 1)]
+    }
+    rows = (2, 8, 1, 1)
+    columns = (2, 1, 3, 4)  # the dims of heads are those of one output
+    assert state_shapes == {rows, columns, shape["vector"]}
 
     def layer_of(tree, layer: int):
         flat = {"matrix": (8, 12), "vector": (8,)}
@@ -75,19 +78,21 @@ def test_layers_of_a_stack_are_updated_separately_and_heads_are_outputs():
 
 
 def test_padding_of_the_vocabulary_changes_no_step():
-    """The step is relative to the weights of tokens, of a table and of a head."""
+    """A step grows with the mean size of weights, in which padding does not count."""
     padding = {"table": 6, "head": 6}
     infos = {
         "table": ParamInfo(("vocab", "embed"), Kind.table),
-        "head": ParamInfo(("embed", "vocab"), Kind.table, 1),
+        "head": ParamInfo(("embed", "vocab"), Kind.table, inputs=1),
     }
     padded_infos = {
         name: info._replace(padding=padding[name]) for name, info in infos.items()
     }
 
     def pad(tree):
-        table, head = (jnp.pad(tree[k], [(0, 6), (0, 6)]) for k in ("table", "head"))
-        return {"table": table[:, :8], "head": head[:8]}
+        return {
+            "table": jnp.pad(tree["table"], [(0, 6), (0, 0)]),
+            "head": jnp.pad(tree["head"], [(0, 0), (0, 6)]),
+        }
 
     shapes = {"table": (10, 8), "head": (8, 10)}
     params = draw(0, shapes)

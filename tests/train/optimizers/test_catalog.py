@@ -1,4 +1,4 @@
-"""The catalog has a part for each choice in the config."""
+"""The catalog has an update rule of its own for each optimizer."""
 
 from train.config import OptimizerName
 from train.optimizers.catalog import OPTIMIZERS

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from data import bpe
 from data.batch import Batch
 from data.encoding import decode, encode
-from data.tokenizer import RANK_FILE_PATTERN, parse_ranks
+from data.tokenizer import RANK_FILE_PATTERN, tokenizer_from_bytes
 from data.tokenizer_folder import _BYTE_LEVEL_PATTERN
 from data.tokenizer_json import tokenizer_config, tokenizer_json
 from model.catalog import MODEL_PARTS
@@ -231,7 +231,7 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
 )
 def test_a_tokenizer_of_ours_gives_the_same_ids_and_texts(tmp_path, pattern):
     """The texts are code, emoji and all scripts of message catalogues."""
-    tokenizer = parse_ranks("learned", bpe.train(TEXTS, 2048))
+    tokenizer = tokenizer_from_bytes("learned", bpe.train(TEXTS, 2048))
     ranks = tokenizer._mergeable_ranks
     special = tokenizer._special_tokens
     encoding = tiktoken.Encoding(

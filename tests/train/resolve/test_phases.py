@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from data.phases import Phase, phases_of
-from tests.train import doors
-from tests.train.doors import Door, steps
+from tests.train import command_runs
+from tests.train.command_runs import RunCommand, steps
 from train.errors import ConfigError
 from train.resolve.phases import phase_programs
 from train.resolve.program import ConfiguredProgram, make_program
 from train.run.metrics import read_events
 
 # Fixtures.
-folder = doors.folder
-door = doors.door
+folder = command_runs.folder
+run_command = command_runs.run_command
 
 GROWING = (
     "data.batch_schedule=[{from_step: 6, rows: 12}, {from_tokens: 3000, rows: 16}]",
@@ -27,12 +27,12 @@ GROWING = (
 
 @pytest.mark.slow
 def test_a_growing_batch_continues_on_another_mesh_after_a_preemption(
-    folder: Path, door: Door
+    folder: Path, run_command: RunCommand
 ):
     """Four steps have 128 tokens, two 256, six 384, and those from batch 12 on 512."""
     straight = folder / "straight"
     stopped = folder / "stopped"
-    result = door(straight, GROWING)
+    result = run_command(straight, GROWING)
     assert result.returncode == 0, result.stderr
     assert "16 rows x 32 = 512 tokens from batch 12 on" in result.stdout
     phases = [e for e in read_events(straight) if e["event"] == "phase"]
@@ -45,9 +45,9 @@ def test_a_growing_batch_continues_on_another_mesh_after_a_preemption(
     rates = [line["learning_rate"] / 1e-3 for line in steps(straight)]
     assert rates[3:12:2] == pytest.approx([0.5**0.5, 1, *[1.5**0.5] * 3], rel=1e-6)
 
-    preempted = door(stopped, GROWING, at_step=8, number=signal.SIGTERM)
+    preempted = run_command(stopped, GROWING, at_step=8, signal_number=signal.SIGTERM)
     assert preempted.returncode == 42, preempted.stderr
-    result = door(stopped, [*GROWING, "mesh=ddp"])
+    result = run_command(stopped, [*GROWING, "mesh=ddp"])
     assert result.returncode == 0, result.stderr
     assert re.search(r"from step (8|9|1\d)\n", result.stdout)
     for a, b in zip(steps(straight), steps(stopped), strict=True):

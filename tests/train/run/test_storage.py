@@ -11,7 +11,7 @@ import pytest
 from etils import epath
 
 from data.storage import list_files
-from tests.train import doors
+from tests.train import command_runs
 from tests.train.run.states import like, make_state, same
 from train.config import CheckpointConfig
 from train.errors import ConfigError
@@ -21,8 +21,8 @@ from train.run.folder import run_folder
 from train.run.metrics import read_metrics
 from train.run.restore import SavedSteps
 
-folder = doors.folder
-door = doors.door
+folder = command_runs.folder
+run_command = command_runs.run_command
 
 
 @pytest.fixture
@@ -132,22 +132,31 @@ def steps_of(run: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_killed_and_continued_run_equals_the_run_on_disk(door, server, tmp_path):
+def test_a_killed_and_continued_run_equals_the_run_on_disk(
+    run_command, server, tmp_path
+):
     """The run on s3:// is killed twice. Afterwards, every command can read it."""
     local_dir = str(tmp_path / "near")
     remote_dir = "s3://bucket/far"
     credentials = {key: value for key, value in os.environ.items() if "AWS" in key}
-    assert door(local_dir).returncode == 0
+    assert run_command(local_dir).returncode == 0
     for at_step in (7, 12):
-        attempt = door(
-            remote_dir, at_step=at_step, number=signal.SIGKILL, environment=credentials
+        attempt = run_command(
+            remote_dir,
+            at_step=at_step,
+            signal_number=signal.SIGKILL,
+            environment=credentials,
         )
         assert attempt.returncode == -signal.SIGKILL, attempt.stderr
-    last_attempt = door(remote_dir, ["profile.steps=[18,19]"], environment=credentials)
+    last_attempt = run_command(
+        remote_dir, ["profile.steps=[18,19]"], environment=credentials
+    )
     assert last_attempt.returncode == 0, last_attempt.stderr
     assert steps_of(remote_dir) == steps_of(local_dir)
     run = run_folder(remote_dir)
-    same(doors.state_of(run, 20), doors.state_of(epath.Path(local_dir), 20))
+    same(
+        command_runs.state_of(run, 20), command_runs.state_of(epath.Path(local_dir), 20)
+    )
     top_names = {name.partition("/")[0] for name in list_files(run)}
     files = {"config.yaml", "starts", "results.json", "report.html", "checkpoints"}
     assert files <= top_names
@@ -155,7 +164,7 @@ def test_a_killed_and_continued_run_equals_the_run_on_disk(door, server, tmp_pat
 
     def run_command(module: str, *overrides: str) -> Any:
         command = f"train.{module}"
-        return door(
+        return run_command(
             remote_dir, overrides, module=command, config=(), environment=credentials
         )
 
@@ -169,7 +178,7 @@ def test_a_killed_and_continued_run_equals_the_run_on_disk(door, server, tmp_pat
     assert sample.returncode == 0, sample.stderr
     branch = "s3://bucket/branch"
     arguments = (f"from={remote_dir}@15", f"run.dir={branch}")
-    result = door(
+    result = run_command(
         remote_dir, arguments, module="train.branch", config=(), environment=credentials
     )
     assert result.returncode == 0, result.stderr

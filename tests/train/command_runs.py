@@ -1,4 +1,4 @@
-"""Start each run as a user does, in a separate process, and read its files."""
+"""Start each command in a process of its own, and read the files of its run."""
 
 import inspect
 import json
@@ -16,8 +16,8 @@ from train.resolve.program import make_program
 from train.run.restore import SavedSteps
 from train.run.starts import read_run
 
-# This is `python -m train`, which sends itself a signal once it has logged AT_STEP.
-STOPPED = """
+# A script: `python -m train` that sends itself a signal once it has logged AT_STEP.
+SIGNALLED_TRAIN = """
 import os
 import time
 from train.__main__ import main
@@ -30,7 +30,7 @@ def write_and_signal(log, step, values):
     write(log, step, values)
     if step == int(os.environ["AT_STEP"]):
         os.kill(os.getpid(), int(os.environ["SIGNAL"]))
-        time.sleep(0.2)  # a step takes less than waking the thread that hears
+        time.sleep(0.2)  # A step takes less time than waking the thread of signals.
 
 RunDir.log = write_and_signal
 
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 """
 
 Result = subprocess.CompletedProcess[str]
-Door = Callable[..., Result]
+RunCommand = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     source = inspect.getsource(textwrap) + inspect.getsource(inspect)
     (folder / "text.txt").write_text(source[:40_000])
-    (folder / "stopped.py").write_text(STOPPED)
+    (folder / "signalled.py").write_text(SIGNALLED_TRAIN)
     return folder
 
 
 @pytest.fixture(scope="module")
-def door(folder: Path, forks: Forks) -> Door:
+def run_command(folder: Path, forks: Forks) -> RunCommand:
     """Run a command in a separate process, given its run directory and overrides."""
     tiny = (
         *("model.num_layers=2", "model.embed_dim=32", "model.num_heads=2"),
@@ -69,20 +69,21 @@ def door(folder: Path, forks: Forks) -> Door:
         path: Path | str,
         overrides: Sequence[str] = (),
         at_step: int = 0,
-        number: int = 0,
+        signal_number: int = 0,
         module: str = "train",
         config: tuple[str, ...] = tiny,
-        drill: str = "",
+        fault: str = "",
         environment: Mapping[str, str] | None = None,
     ) -> Result:
-        door = [str(folder / "stopped.py")] if number else ["-m", module]
+        is_signalled = signal_number != 0
+        program = [str(folder / "signalled.py")] if is_signalled else ["-m", module]
         variables = {
             "AT_STEP": str(at_step),
-            "SIGNAL": str(number),
-            "LONGHAUL_DRILL": drill,
+            "SIGNAL": str(signal_number),
+            "LONGHAUL_DRILL": fault,
         }
-        words = [*door, f"run.dir={path}", *config, *overrides]
-        if drill:
+        words = [*program, f"run.dir={path}", *config, *overrides]
+        if fault:
             words.append("runtime.allow_fault_injection=true")
         return forks.run(words, folder, variables | dict(environment or {}))
 
