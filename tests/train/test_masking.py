@@ -223,7 +223,14 @@ ARGUMENTS = [
 FLAGS = [[], ["--cfg", "job"], ["--cfg", "all"], ["--cfg", "hydra"], ["--info"]]
 
 
-@pytest.mark.parametrize("number", range(len(PLANTED)), ids=PLANTED)
+# Each takes half a second, so that fast tests try a third of the secrets.
+NUMBERS = [
+    pytest.param(number, id=name, marks=[pytest.mark.slow] * (number % 3 > 0))
+    for number, name in enumerate(PLANTED)
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 def test_no_message_about_an_argument_shows_a_secret(printed, number):
     """Each form is tried in one argument with some flags, the first form in all."""
     text, secret = [*PLANTED.values()][number]
@@ -237,11 +244,12 @@ def test_no_message_about_an_argument_shows_a_secret(printed, number):
     assert secret not in printed(lambda config: None, "--cfg", "job", override)
 
 
-@pytest.mark.parametrize(("text", "secret"), PLANTED.values(), ids=PLANTED)
+@pytest.mark.parametrize("number", NUMBERS)
 def test_a_config_with_a_secret_of_the_environment_can_be_read_again(
-    monkeypatch, tmp_path, text, secret
+    monkeypatch, tmp_path, number
 ):
     """No rule masks a part of the `${oc.env:NAME}` that stands for the secret."""
+    text, secret = [*PLANTED.values()][number]
     monkeypatch.setenv("MY_API_KEY", secret)
     masking.remember_secrets("${oc.env:MY_API_KEY}")
     all_texts = " ".join(text for text, _ in PLANTED.values())

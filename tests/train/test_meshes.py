@@ -70,13 +70,13 @@ MODELS = {
     ),
 }
 FAST = [
-    ("dense", "data=2 fsdp=2 tensor=2 train.remat=full train.loss_chunk_tokens=8"),
     ("near", "fsdp=2 context=2 tensor=2"),
     ("dense", "pipeline=2 fsdp=2 tensor=2 pipeline_repeats=2"),
     ("balanced", "data=2 expert=2 tensor=2"),
 ]
 DEEP_PIPELINE = "pipeline=2 pipeline_repeats=2 train.pipeline_microbatches=4"
 SLOW = [
+    ("dense", "data=2 fsdp=2 tensor=2 train.remat=full train.loss_chunk_tokens=8"),
     ("dense", "fsdp=4 tensor=2"),
     ("far", "data=2 fsdp=2 tensor=2 train.accumulation_steps=2"),
     ("near", "fsdp=2 context=4 train.remat=full"),

@@ -33,6 +33,9 @@ COMMANDS = {
 }
 
 
+FAST = ("train.plan", "data.train_tokenizer")
+
+
 @pytest.fixture(scope="module")
 def words(folder: Path, run_command: RunCommand) -> dict[str, Path]:
     run = folder / "run"
@@ -55,7 +58,13 @@ def test_a_pipe_is_refused_as_a_file_of_samples(words, folder, forks: Forks):
     assert "pipe is not a regular file" in result.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] * (command not in FAST))
+        for command in COMMANDS
+    ],
+)
 def test_an_output_below_a_file_is_refused(words, folder, forks: Forks, command):
     arguments = [word.format(**words) for word in COMMANDS[command]]
     output = folder / "file" / "output"

@@ -27,6 +27,7 @@ def test_a_quarter_of_the_channels_moves_inside_documents():
         np.testing.assert_array_equal(shifted[0, t, :2], expected)
 
 
+@pytest.mark.slow
 def test_gradients_of_packed_documents_are_those_of_each_alone():
     tiny = MODELS["nano"]
     tokens = tiny.tokens(1, 8)

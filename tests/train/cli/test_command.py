@@ -11,6 +11,7 @@ from train.cli.rules import must_name_run
 from train.sample.__main__ import SampleConfig
 
 
+@pytest.mark.slow
 def test_a_preset_of_the_user_can_be_run(run, process, tmp_path):
     folder = tmp_path / "presets" / "experiment"
     folder.mkdir(parents=True)

@@ -207,6 +207,7 @@ def test_another_moment_dtype_is_accepted_if_its_key_is_allowed(run_command, cop
     assert all(np.isfinite(line["loss"]) for line in steps(copy))
 
 
+@pytest.mark.slow
 def test_data_may_change_by_its_key_but_a_text_may_not_change_in_place(
     folder, run_command, copy
 ):

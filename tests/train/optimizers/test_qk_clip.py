@@ -108,10 +108,10 @@ def assert_near(actual, expected, tolerance=1e-6):
         assert error <= tolerance, (jax.tree_util.keystr(path), error)
 
 
-BOTH = pytest.mark.parametrize(("model", "factor"), [(GROUPED, 1.7), (LATENT, 2.0)])
-
-
-@BOTH
+@pytest.mark.parametrize(
+    ("model", "factor"),
+    [pytest.param(GROUPED, 1.7, marks=pytest.mark.slow), (LATENT, 2.0)],
+)
 def test_an_update_is_the_papers(programs, store, scores_of, model, factor):
     plain = programs([*MUON, *model], devices=1)
     config = plain.config.model
@@ -151,7 +151,7 @@ def test_eight_devices_clip_like_one(programs, store, scores_of, mesh, model, fa
 
 
 @pytest.mark.slow
-@BOTH
+@pytest.mark.parametrize(("model", "factor"), [(GROUPED, 1.7), (LATENT, 2.0)])
 def test_no_score_of_the_batch_stays_above_the_threshold(
     programs, store, scores_of, model, factor
 ):

@@ -42,6 +42,7 @@ from train.run.folder import run_folder
 
 SLOW = (
     "qwen3 with experts",
+    "qwen3-next",
     "qwen3.5",
     "gpt-oss",
     "glm 4.5",

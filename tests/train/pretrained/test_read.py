@@ -376,6 +376,7 @@ def test_a_routers_bias_is_never_dropped(glm):
         check_folder(str(folder), make(["model.router_bias_rate=0"]))
 
 
+@pytest.mark.slow
 def test_a_published_qwen3_5_is_read_without_its_other_parts(programs, tmp_path):
     """It has a prefix, all experts in two tensors, images and a prediction module."""
     overrides = (*MODELS["qwen3.5"], "model.num_layers=2", VOCABULARY)

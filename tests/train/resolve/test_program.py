@@ -22,14 +22,12 @@ def born(programs):
     return jax.device_get(programs(devices=1).init())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         ("optimizer=muon",),
-        pytest.param(
-            ("optimizer=muon_rms", "optimizer.muon_per_head=true"),
-            marks=pytest.mark.slow,
-        ),
+        ("optimizer=muon_rms", "optimizer.muon_per_head=true"),
     ],
 )
 def test_losses_of_muon_do_not_depend_on_the_mesh(programs, store, born, options):

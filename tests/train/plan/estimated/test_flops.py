@@ -29,7 +29,7 @@ def test_flops_are_those_of_the_compiled_step(stored_step, name):
         assert estimated.flops.products == compiled.flops.products
 
 
-@pytest.mark.parametrize("context", [1, 2, 4])
+@pytest.mark.parametrize("context", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_ring_of_gpus_computes_the_scores_below_the_diagonal(count_flops, context):
     """A device computes half of its local T x T scores, and half of all remote ones.
 
@@ -75,7 +75,7 @@ EXPERTS = (
 )
 
 
-@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("expert", [1, 4])
 def test_devices_together_compute_the_same_on_every_mesh_of_experts(
     composed, lay_out, expert, tensor
