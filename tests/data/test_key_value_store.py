@@ -2,6 +2,7 @@ import fcntl
 import socket
 from collections.abc import Iterator
 
+import fsspec
 import pytest
 import tensorstore as ts
 
@@ -61,9 +62,19 @@ OPEN = {
 }
 
 
-@pytest.mark.parametrize("door", OPEN)
+@pytest.fixture
+def no_kept_clients() -> Iterator[None]:
+    """Let no other test use this test's clients, which never forget their server."""
+    client = fsspec.get_filesystem_class("s3")
+    client.clear_instance_cache()
+    yield
+    client.clear_instance_cache()
+
+
+@pytest.mark.usefixtures("no_kept_clients")
+@pytest.mark.parametrize("opener", OPEN)
 @pytest.mark.parametrize("url", ["http://127.0.0.1:{port}/x", "s3://bucket/x"])
-def test_a_server_that_does_not_answer_is_named(door, url, silent_port, monkeypatch):
+def test_a_server_that_does_not_answer_is_named(opener, url, silent_port, monkeypatch):
     for module in (data.key_value_store, data.storage):
         monkeypatch.setattr(module, "FIRST_ANSWER_S", 0.5)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent_port}")
@@ -71,14 +82,14 @@ def test_a_server_that_does_not_answer_is_named(door, url, silent_port, monkeypa
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     url = url.format(port=silent_port)
     with pytest.raises(DataError, match=rf"{url}.*cannot be read \(no answer in time"):
-        OPEN[door](url)
+        OPEN[opener](url)
 
 
-@pytest.mark.parametrize("door", OPEN)
+@pytest.mark.parametrize("opener", OPEN)
 def test_an_unreachable_server_is_not_called_a_missing_file(
-    door, closed_port, monkeypatch
+    opener, closed_port, monkeypatch
 ):
     monkeypatch.setattr(data.key_value_store, "HTTP_RETRIES", 1)
     url = f"http://127.0.0.1:{closed_port}/x"
     with pytest.raises(DataError, match=rf"{url}.*cannot be read \(.*[Cc]onnect"):
-        OPEN[door](url)
+        OPEN[opener](url)
