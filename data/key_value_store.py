@@ -34,8 +34,8 @@ class KeyValueStore:
     """A folder as a store of bytes by key, implemented with TensorStore.
 
     Methods that read, write or list raise StorageError if this fails, or if the store
-    does not answer within `timeout_s`. None sets no limit after the first answer; a
-    remote store must give that within `FIRST_ANSWER_S`.
+    does not answer within `timeout_s`. With `timeout_s=None`, a remote store must
+    answer its first request within `FIRST_ANSWER_S`, and later ones may take any time.
     """
 
     def __init__(self, location: str | Path, context: ts.Context | None = None):

@@ -9,8 +9,8 @@ The script is in a local folder of the host, with files about each process:
     process-<n>/log     the output of the last start
 
 The script starts each process with `setsid --fork`, because a child that a shell starts
-with `&` would ignore SIGINT. All verbs exit with 0: only their output tells what
-happened.
+with `&` would ignore SIGINT. The script is called as `run.sh <verb> ...`, and all verbs
+exit with 0: only their output tells what happened.
 """
 
 import re

@@ -68,7 +68,10 @@ def compute_layer_metrics(
 
 
 def flat_figures(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return a watched step's figures by key in metrics.jsonl; {} for other steps."""
+    """Return a watched step's figures, under the keys that metrics.jsonl has for them.
+
+    They are empty for other steps.
+    """
     figures = {name: v for name, v in metrics.items() if name.startswith(PREFIX)}
     return {
         f"{name}/{layer}": float(f"{value:.4g}")
@@ -94,10 +97,14 @@ def find_culprit(
 ) -> Culprit | None:
     """Return the quantity to blame for a skipped step, or None if none stands out.
 
-    In this order: the first forward result whose square is not finite; the gradient of
-    the last layer (the first in the backward pass) whose square is not finite; the
-    quantity that has grown most since an earlier step. Both steps must be watched, and
-    the earlier step must not be skipped.
+    The first of these that exists is to blame:
+
+    1. of the forward results whose square is not finite, the one in the first layer;
+    2. of the gradients whose square is not finite, the one in the last layer, which the
+       backward pass computes first;
+    3. the quantity that has grown most since an earlier step.
+
+    Both steps must be watched, and the earlier step must not be skipped.
     """
     forward = [*_candidates(metrics, _ACTIVATIONS)]
     backward = [*_candidates(metrics, _GRADIENTS)]

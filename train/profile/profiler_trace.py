@@ -2,8 +2,8 @@
 
 On a CPU, instructions are events of threads, and an event names its device. If several
 threads share an instruction, a separate event marks its end. GPUs and TPUs have one
-plane for each device. If instructions overlap on a device, the time counts for
-computation before collectives and copies, and for the innermost of nested instructions.
+plane for each device. If instructions overlap on a device, their common time counts for
+computation rather than for collectives or copies, and for the innermost of nested ones.
 """
 
 import heapq

@@ -66,7 +66,8 @@ def _attend(kernel: Any, chunks: Chunks, sinks_N: Array | None) -> Any:
 
 
 def _attend_forward(kernel: Any, chunks: Chunks, sinks_N: Array | None):
-    # Under `jit`, JAX removes a forward pass whose results are not used.
+    # If rematerialisation saved both results, nothing uses the forward pass that is run
+    # again. JAX removes it then, but only under `jit`.
     run = jax.jit(jax.vmap(partial(compat.splash_forward, sinks_N=sinks_N), (None, 0)))
     # The kernel repeats lse over lanes. Without the barrier, XLA would keep that array.
     result = jax.lax.optimization_barrier(run(kernel, chunks))
@@ -75,7 +76,8 @@ def _attend_forward(kernel: Any, chunks: Chunks, sinks_N: Array | None):
 
 
 def _attend_backward(residuals, cotangents: Result):
-    do_BNTV, _ = cotangents  # Only `score_bound` reads the log-sum-exps.
+    # The log-sum-exps have no cotangent: `score_bound`, their only reader, stops it.
+    do_BNTV, _ = cotangents
     kernel, chunks, sinks_N, result = residuals
     run = jax.vmap(partial(compat.splash_backward, kernel, sinks_N=sinks_N))
     dq, dk, dv, dsinks_BN = run(chunks, result, do_BNTV)
@@ -97,11 +99,12 @@ def attend_gathered(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Attended:
-    """Attend from a device's two chunks to the gathered keys of whole rows.
+    """Attend from a device's queries to the gathered keys of whole rows.
 
-    Devices share rows over the manual mesh axes `axes`, in the order of a ring. A query
-    sees its own and earlier positions, so the kernel's blocks depend on the device. The
-    gradients of keys and values are reduce-scattered in their dtype.
+    The manual mesh axes `axes` divide each row among c devices: device i has the chunks
+    i and 2c-1-i of 2c, as in a ring (model/parts/context/ring.py). A query sees its own
+    and earlier positions, so the kernel's blocks depend on the device. The gradients of
+    keys and values are reduce-scattered in their dtype. `axis_steps`: see `AxisSteps`.
     """
     _, masks = compat.splash_library()
     q, k, v = (x.swapaxes(1, 2) for x in inputs[:3])
@@ -146,7 +149,7 @@ def gather_positions(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_positions(placement: WeightPlacement, x_BKTH: Array) -> Any:
-    """Gather positions; `placement` is that of rows of positions."""
+    """Gather positions. `placement` divides dim 0, as in `_gather_backward`."""
     (_, axes), *_ = placement.sharded_dims
     placement = placement._replace(sharded_dims=((1, axes),), is_stack=True)
     B, K, T, H = x_BKTH.shape
@@ -158,7 +161,8 @@ def _gather_forward(placement: WeightPlacement, x_BKTH: Array):
 
 
 def _gather_backward(placement: WeightPlacement, _, dx_BKSH: Array):
-    # XLA:TPU would replace a scatter of a stack of so narrow matrices by an all-reduce.
+    # Positions are the first dim of one wide matrix. XLA:TPU would replace the
+    # reduce-scatter of a stack of matrices that are only H wide by an all-reduce.
     B, K, S, H = dx_BKSH.shape
     rows = dx_BKSH.transpose(2, 0, 1, 3).reshape(S, B * K * H)
     dx_TBKH = placement.reduce_scatter(rows).reshape(-1, B, K, H)
