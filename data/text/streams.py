@@ -177,6 +177,8 @@ class _Decompressor(io.RawIOBase):
             window_bytes = zstandard.get_frame_parameters(data).window_size
         except zstandard.ZstdError:
             return  # decompressing it will report the damage
+        if window_bytes > MAX_WINDOW_BYTES:
+            return  # no compressor writes such a header: it is damaged too
         self.window_bytes = max(self.window_bytes, window_bytes)
         if window_bytes <= USUAL_WINDOW_BYTES:
             return

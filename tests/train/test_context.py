@@ -35,29 +35,31 @@ def test_no_loss_depends_on_later_tokens(gradients, programs, window):
     All tokens of the batch differ, so each has its own row of the embedding gradient.
     """
     overrides = (*GROUPED, "model.vocab_size=512", "model.tied_head=false")
+    overrides = (
+        *overrides,
+        "model.token_shift=none",
+    )  # it reaches one position further
     overrides = (*overrides, f"model.window={window or 'null'}", "model.num_layers=4")
     overrides = (*overrides, "mesh.context=4", "mesh.pipeline=2", "data.batch_size=8")
     B = 8
     T = 32
     tokens = np.arange(B * T, dtype=np.int32).reshape(B, T)
-    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    documents = np.where(np.arange(T) < 13, 1, 2) * np.ones((B, 1))
-    for first in range(0, T, B):  # each position is the target of some row
-        target_positions = first + np.arange(B)[:, None]
+    columns = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    documents = np.where(columns < 13, 1, 2)
+    for first in range(0, T, B):  # each column is the target of some row
+        target_columns = first + np.arange(B)[:, None]
         batch = Batch(
             inputs=tokens,
-            targets=np.where(positions == target_positions, tokens, -1),
+            targets=np.where(columns == target_columns, tokens, -1),
             segment_ids=documents.astype(np.int32),
-            positions=positions,
+            positions=np.where(columns < 13, columns, columns - 13),
         )
         _, grads, _ = gradients(overrides, batch=batch)
         rows = np.abs(grads["embedding"]["weight"][: B * T]).sum(1).reshape(B, T)
-        same_document = documents == np.take_along_axis(
-            documents, target_positions, axis=1
-        )
-        visible = same_document & (positions <= target_positions)
+        target_documents = np.take_along_axis(documents, target_columns, axis=1)
+        visible = (documents == target_documents) & (columns <= target_columns)
         if window is not None:  # four layers reach four times as far
-            visible &= target_positions - positions <= 4 * (window - 1)
+            visible &= target_columns - columns <= 4 * (window - 1)
         np.testing.assert_array_equal(rows > 0, visible)
 
 

