@@ -156,7 +156,9 @@ class Tiny:
                 mean + 0.3 * rng.normal(size=abstract.shape), abstract.dtype
             )
 
-        return jax.tree_util.tree_map_with_path(draw, params_of(self.model))
+        # A test may ask for them first in a function that is traced.
+        with jax.ensure_compile_time_eval():
+            return jax.tree_util.tree_map_with_path(draw, params_of(self.model))
 
     @cached_property
     def logits(self):

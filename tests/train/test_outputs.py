@@ -33,9 +33,6 @@ COMMANDS = {
 }
 
 
-FAST = ("train.plan", "data.train_tokenizer")
-
-
 @pytest.fixture(scope="module")
 def words(folder: Path, run_command: RunCommand) -> dict[str, Path]:
     run = folder / "run"
@@ -49,6 +46,7 @@ def words(folder: Path, run_command: RunCommand) -> dict[str, Path]:
     return {"run": run, "other": other_run, "text": folder / "text.txt"}
 
 
+@pytest.mark.slow
 def test_a_pipe_is_refused_as_a_file_of_samples(words, folder, forks: Forks):
     """Opening it would wait until another process reads it."""
     arguments = [word.format(**words) for word in COMMANDS["train.sample"]]
@@ -58,13 +56,8 @@ def test_a_pipe_is_refused_as_a_file_of_samples(words, folder, forks: Forks):
     assert "pipe is not a regular file" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(command, marks=[pytest.mark.slow] * (command not in FAST))
-        for command in COMMANDS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
 def test_an_output_below_a_file_is_refused(words, folder, forks: Forks, command):
     arguments = [word.format(**words) for word in COMMANDS[command]]
     output = folder / "file" / "output"

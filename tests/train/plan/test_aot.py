@@ -89,7 +89,7 @@ def plan(forks: Forks, tmp_path: Path) -> Callable[..., tuple[str, str]]:
 @pytest.mark.parametrize(
     ("target", "attention", "code"),
     [
-        ("cpu", "xla", 4),
+        pytest.param("cpu", "xla", 4, marks=pytest.mark.slow),
         pytest.param("v5e-8", "splash", 0, marks=tpu),
         pytest.param("h100-4x2", "cudnn", 0, marks=cuda),
     ],
