@@ -170,15 +170,18 @@ class _Decompressor(io.RawIOBase):
             self.damage = "the compressed file ends in the middle"
 
     def _check_window(self, data: bytes) -> None:
-        """Raise DataError if a frame of zstd needs more memory than is available."""
+        """Raise DataError if a frame of zstd needs more memory than is available.
+
+        Damage, also of the header, is left to `decompress`, which reports it.
+        """
         import zstandard
 
         try:
             window_bytes = zstandard.get_frame_parameters(data).window_size
         except zstandard.ZstdError:
-            return  # decompressing it will report the damage
-        if window_bytes > MAX_WINDOW_BYTES:
-            return  # no compressor writes such a header: it is damaged too
+            return
+        if window_bytes > MAX_WINDOW_BYTES:  # No compressor writes such a header.
+            return
         self.window_bytes = max(self.window_bytes, window_bytes)
         if window_bytes <= USUAL_WINDOW_BYTES:
             return

@@ -1,4 +1,4 @@
-"""The catalog has a part for each choice in the config."""
+"""Records of mixers name keys that exist; each dtype of 8 bits has its products."""
 
 import pytest
 

@@ -1,11 +1,11 @@
 """Restore the newest checkpoint whose files match their digests.
 
-A step is the checkpoint of a step in the folder of its number. One that is damaged, has
-another number than its folder, or belongs to another run is moved to the folder
-`quarantine`, never deleted, and an error is logged. A step is sealed when its digests
-are written (digests.py). If its process died before that, it is used only if no sealed
-step is left. If checkpoints exist but none can be used, DataError is raised: a run
-never silently starts over.
+Each step that is saved has a folder, whose name is its number. If a saved step is
+damaged, has another number than its folder, or belongs to another run, it is moved to
+the folder `quarantine`, never deleted, and an error is logged. It is sealed when its
+digests are written (digests.py). If its process died before that, it is used only if no
+sealed step is left. If checkpoints exist but none can be used, DataError is raised: a
+run never silently starts over.
 """
 
 import functools
