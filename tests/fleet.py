@@ -127,8 +127,13 @@ class Fleet:
         return (self._folder / f"log.{process}").read_text(errors="replace")
 
     def await_text(self, text: str, process: int = 0, timeout_s: float = 180) -> None:
-        """Wait until the output of a process contains a text."""
-        self.await_that(lambda: text in self.said(process), timeout_s)
+        """Wait until a process has printed a text, and the rest of its line."""
+
+        def is_printed() -> bool:
+            _, found, rest = self.said(process).partition(text)
+            return "\n" in found + rest
+
+        self.await_that(is_printed, timeout_s)
 
     def await_that(self, condition: Callable[[], bool], timeout_s: float = 180) -> None:
         """Wait until a condition holds, and check it often.
