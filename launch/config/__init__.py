@@ -80,5 +80,9 @@ def schema_of(kind: str) -> type:
     default: Any = field(default_factory=KINDS[kind])
     cluster_field = ("cluster", KINDS[kind], default)
     return dataclasses.make_dataclass(
-        "LaunchConfig", [cluster_field], bases=(LaunchConfig,), frozen=True
+        "LaunchConfig",
+        [cluster_field],
+        bases=(LaunchConfig,),
+        frozen=True,
+        namespace={"__doc__": LaunchConfig.__doc__},
     )
