@@ -62,6 +62,9 @@ class LaunchConfig(Config):
     output: Annotated[
         str | None, Doc("The folder that action=render writes to. null prints.")
     ] = None
+    json: Annotated[
+        bool, Doc("Print one JSON object, for programs. Other text goes to stderr.")
+    ] = False
 
 
 def kind_in(arguments: Sequence[str]) -> str:
