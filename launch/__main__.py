@@ -6,7 +6,9 @@ Otherwise it exits with 0 after the submission. If the plan says that the run ca
 succeed, it exits with 4, 65 or 78 (train/errors.py).
 """
 
+import json
 import logging
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, assert_never
@@ -41,7 +43,7 @@ def main(config: Any) -> int:
     match config.action:
         case Action.resume:
             overrides = parse_flags(sys.argv[1:]).overrides
-            return resume(submission, overrides, launch_mistakes, config.force)
+            return resume(submission, overrides, launch_mistakes, config)
         case Action.logs:
             return BACKENDS[submission.kind].logs(submission, config.follow)
         case Action.stop:
@@ -50,9 +52,13 @@ def main(config: Any) -> int:
             log.info("asked %s on %s to save and stop; waiting for it", name, kind)
             code = BACKENDS[kind].stop(submission)
             log.info("%s has ended", name)
+            if config.json:
+                print(submission.as_json(exit_code=code))
             return code
         case Action.status:
-            return _status(submission)
+            if config.json:
+                return _print_status_json(submission)
+            return _print_status(submission)
         case _:
             assert_never(config.action)
 
@@ -62,6 +68,9 @@ def launch_mistakes(config: Any) -> list[Mistake]:
     mistakes = config_mistakes(config)
     if config.follow and config.action is not Action.logs:
         mistakes.append(Mistake("follow", True, "goes with action=logs only"))
+    if config.json and config.action is Action.logs:
+        rule = "does not go with action=logs, which prints the output of the run; "
+        mistakes.append(Mistake("json", True, f"{rule}leave it out"))
     if config.output and config.action is not Action.render:
         rule = "goes with action=render only"
         mistakes.append(Mistake("output", config.output, rule))
@@ -86,17 +95,36 @@ def launch_mistakes(config: Any) -> list[Mistake]:
     return mistakes
 
 
-def _status(submission: Submission) -> int:
+def _print_status(submission: Submission) -> int:
     """Print the job's state on the cluster, then the output of `train.status`."""
     print(f"{submission.name}   submitted {submission.time} to {submission.kind}")
     for line in BACKENDS[submission.kind].status(submission):
         print(line)
     sys.stdout.flush()
-    if (submission.folder.parent.parent / "config.yaml").exists():
+    if _has_begun(submission):
         run_override = hydra_text("run.dir", submission.run_dir)
         return run_module("train.status", [run_override]).returncode
     print("the run has not begun yet")
     return FINISHED  # 0, because the status was printed
+
+
+def _print_status_json(submission: Submission) -> int:
+    """Print the same as one JSON object; `run` is null if the run has not begun."""
+    backend = BACKENDS[submission.kind]
+    alive = backend.alive(submission)
+    code = FINISHED
+    run = None
+    if _has_begun(submission):
+        arguments = [hydra_text("run.dir", submission.run_dir), "json=true"]
+        status = run_module("train.status", arguments, stdout=subprocess.PIPE)
+        code = status.returncode
+        run = json.loads(status.stdout) if code == FINISHED else None
+    print(submission.as_json(alive=alive, state=backend.status(submission), run=run))
+    return code
+
+
+def _has_begun(submission: Submission) -> bool:
+    return (submission.folder.parent.parent / "config.yaml").exists()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -158,7 +159,8 @@ def submit(
     secrets |= secret_variable(cluster.nodes)
     env = {**os.environ, **secrets}  # `sky` reads secret values from here
     command = _launch_command(job.name, cluster, str(folder))
-    ask_tool(command, env=env, capture_output=False)
+    # Its output is no result of this command: stdout may be for one JSON object.
+    ask_tool(command, env=env, capture_output=False, stdout=sys.stderr.fileno())
     return FINISHED
 
 

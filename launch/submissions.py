@@ -11,6 +11,7 @@ No secret is written: the configuration contains only the names of secrets.
 
 import hashlib
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -45,6 +46,7 @@ class Submission:
     workdir: the folder in which the command was typed.
     handle: the values that identify the job on its cluster, such as an id.
     code: the SHA-256 of the code's archive, if there is one.
+    run_name: the run's name.
     """
 
     run_dir: str
@@ -57,6 +59,7 @@ class Submission:
     git: Mapping[str, Any] = field(default_factory=dict)
     handle: Mapping[str, Any] = field(default_factory=dict)
     code: str | None = None
+    run_name: str = ""
 
     @property
     def folder(self) -> epath.Path:
@@ -67,8 +70,13 @@ class Submission:
         """Add values to the handle and write the record; return the new submission."""
         submission = replace(self, handle={**self.handle, **handle})
         record = {k: v for k, v in asdict(submission).items() if k != "run_dir"}
-        (self.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+        write_atomically(self.folder / RECORD, json.dumps(record, indent=1) + "\n")
         return submission
+
+    def as_json(self, **values: Any) -> str:
+        """Return one line of JSON with the record, the folder and further values."""
+        folder = os.fspath(self.folder)
+        return json.dumps({**asdict(self), "folder": folder, **values})
 
     def local_folder(self) -> Path:
         """Return `folder`, or a local folder if `folder` is remote; create it."""

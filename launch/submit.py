@@ -1,8 +1,11 @@
 """Submit a run: check, plan, render and record it, and hand it to the cluster."""
 
+import contextlib
 import dataclasses
+import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +35,7 @@ from launch.submissions import (
     folder_to_render,
     newest_submission,
     next_number,
+    require_submission,
     write_files,
     write_submission,
 )
@@ -59,7 +63,7 @@ LAUNCH_KEYS = {f.name for f in dataclasses.fields(LaunchConfig)} - {
     f.name for f in dataclasses.fields(Config)
 }
 # The keys that action=resume reads from its own command line.
-_RESUME_KEYS = {"action", "force", "run.name", "run.dir"}
+_RESUME_KEYS = {"action", "force", "json", "run.name", "run.dir"}
 
 
 def resolved_run_dir(config: Any) -> str:
@@ -72,13 +76,14 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
 
     `config` was composed from `arguments`, which the user typed in the folder
     `workdir`. Relative paths start there. The run's directory may be unreachable, so it
-    is read only after the plan.
+    is read only after the plan. With `config.json`, stdout gets one JSON object, after
+    the submission or, if this process supervises the run, after the run's end.
     """
     directory = resolved_run_dir(config)
     kind = kind_in(arguments)
     cluster = config.cluster
     backend = BACKENDS[kind]
-    job, _ = _with_plan(config, _job(config, arguments, workdir), backend)
+    job, unchecked = _with_plan(config, _job(config, arguments, workdir), backend)
     _refuse_second_submission(directory)
     submission = Submission(
         directory,
@@ -87,6 +92,7 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
         name=job.name,
         arguments=tuple(arguments),
         workdir=workdir,
+        run_name=run_name(training_config(config)),
     )
     job = dataclasses.replace(job, folder=os.fspath(submission.folder))
     rendered = backend.render(job, cluster)
@@ -94,28 +100,48 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     files = {**_files_to_write(rendered, cluster), "config.yaml": config_yaml(config)}
     submission = write_submission(submission, files, ROOT)
     log.info("%s: recorded in %s", job.name, submission.folder)
-    return backend.submit(job, cluster, rendered, submission)
+    if not config.json:
+        return backend.submit(job, cluster, rendered, submission)
+    with contextlib.redirect_stdout(sys.stderr):
+        code = backend.submit(job, cluster, rendered, submission)
+    values = {**dataclasses.asdict(rendered), "unchecked": unchecked, "exit_code": code}
+    print(require_submission(directory).as_json(**values))
+    return code
 
 
 def render_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     """Show what `submit_job` would submit, with the paths of the next submission.
 
     If the plan left something unchecked, the first line says so. Files are written to
-    `config.output`, or printed if it is null. The commands are printed last.
+    `config.output`, or printed if it is null. The commands are printed last. With
+    `config.json`, one JSON object with all of this is printed instead.
     """
-    backend = BACKENDS[kind_in(arguments)]
+    kind = kind_in(arguments)
+    backend = BACKENDS[kind]
     job, unchecked = _with_plan(config, _job(config, arguments, workdir), backend)
     folder = os.fspath(folder_to_render(resolved_run_dir(config)))
     job = dataclasses.replace(job, folder=folder, rendered_to=config.output or ".")
     rendered = backend.render(job, config.cluster)
     _refuse_secrets(rendered, backend.SECRETS_REMEDY)
-    if unchecked is not None:
-        print(f"# {unchecked}")
     if config.output is not None:
         files = _files_to_write(rendered, config.cluster)
         with writing("output", config.output):
             write_files(epath.Path(config.output), files)
-    else:
+    if config.json:
+        values = {
+            "run_name": run_name(training_config(config)),
+            "run_dir": job.run_dir,
+            "kind": kind,
+            "name": job.name,
+            "folder": folder,
+            **dataclasses.asdict(rendered),
+            "unchecked": unchecked,
+        }
+        print(json.dumps(values))
+        return FINISHED
+    if unchecked is not None:
+        print(f"# {unchecked}")
+    if config.output is None:
         for name, content in rendered.files.items():
             print(f"# ---- {name}\n{content}")
     for line in rendered.preparation:
@@ -128,9 +154,12 @@ def resume(
     submission: Submission,
     overrides: Sequence[str],
     list_mistakes: Callable[[Any], list[Mistake]],
-    force: bool,
+    typed: LaunchConfig,
 ) -> int:
-    """Repeat a recorded submission; warn about `overrides` that have no effect."""
+    """Repeat a recorded submission; warn about `overrides` that have no effect.
+
+    `typed` is the config of this command line. Only `force` and `json` are read.
+    """
     for word in overrides:
         if _key_of(word) not in _RESUME_KEYS and word not in submission.arguments:
             why = "action=resume repeats the recorded submission unchanged"
@@ -139,7 +168,8 @@ def resume(
     config = dataclasses.replace(
         config,
         action=Action.submit,
-        force=force or config.force,
+        force=typed.force or config.force,
+        json=typed.json,
         run=dataclasses.replace(config.run, dir=submission.run_dir),
     )
     if errors := list_mistakes(config):

@@ -1,4 +1,4 @@
-"""The commands of the tutorial, the guides and the README do what the pages say.
+"""The commands of the tutorial, the guides, README and AGENTS.md do what they say.
 
 A block of commands is run as it stands, in a folder with some text and stores, unless a
 comment above it says what it needs. Overrides make training runs short and planned
@@ -21,6 +21,7 @@ import zstandard
 from tests.fleet import REPOSITORY
 
 GUIDES = sorted((REPOSITORY / "docs/guides").glob("*.md"))
+GUIDES.append(REPOSITORY / "AGENTS.md")
 BLOCK = re.compile(r"(?:<!-- (needs .*?) -->\s*)?^```sh\n(.*?)^```$", re.M | re.S)
 SHORT = (
     "train.num_steps=30 data.batch_size=8 data.sequence_length=64 tracker=none "

@@ -15,7 +15,7 @@ PATH = re.compile(
 DIFF = re.compile(r"^```diff\n.*?^```$", re.MULTILINE | re.DOTALL)
 # Guides name these files, which their readers create.
 CREATED = re.compile(r"/(mine|fasta|focal|yogi|inverse_sqrt)\b")
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/guides/*.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", "docs/guides/*.md"]
 SOURCES = ["train/**/*.py", "model/**/*.py", "data/**/*.py", "launch/**/*.py"]
 
 
@@ -47,6 +47,14 @@ def test_every_named_file_exists(pattern):
         and not (REPOSITORY / f"{name}.py").exists()
     }
     assert not missing
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "AGENTS.md"])
+def test_every_link_leads_to_a_file(page):
+    """The strict build of the site checks the links of its pages."""
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", (REPOSITORY / page).read_text())
+    assert links
+    assert [link for link in links if not (REPOSITORY / link).exists()] == []
 
 
 def test_the_reading_list_names_files_and_about_how_long_they_are():

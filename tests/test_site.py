@@ -1,10 +1,11 @@
-"""A browser shows every table of the documentation uncut."""
+"""A browser shows every table of the site uncut, and llms.txt lists its pages."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,11 @@ document.title = `cut: ${cut.length}`;
 </script>"""
 
 
+def build(folder: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
+    subprocess.run([*command, "--site-dir", folder], cwd=REPOSITORY, check=True)
+
+
 @pytest.mark.slow
 def test_tables_of_keys_fit_on_small_and_large_screens(tmp_path):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
@@ -27,8 +33,7 @@ def test_tables_of_keys_fit_on_small_and_large_screens(tmp_path):
             pytest.skip("needs chromium")
         pytest.importorskip("mkdocs")
     assert browser, "chromium is missing"
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
-    subprocess.run([*command, "--site-dir", tmp_path], cwd=REPOSITORY, check=True)
+    build(tmp_path)
     page = tmp_path / "reference/config/index.html"
     page.write_text(page.read_text() + MEASURE)
     for width in (500, 1280):
@@ -39,3 +44,20 @@ def test_tables_of_keys_fit_on_small_and_large_screens(tmp_path):
             [browser, *options, page.as_uri()], capture_output=True, text=True
         )
         assert re.findall(r"<title>(cut: \d+)</title>", result.stdout) == ["cut: 0"]
+
+
+def test_every_page_of_the_navigation_is_in_llms_txt(tmp_path):
+    pytest.importorskip("mkdocs")
+    build(tmp_path)
+    text = (tmp_path / "llms.txt").read_text()
+    assert re.match(r"# Longhaul\n\n> [A-Z].+\.\n\n- \[", text)
+    assert re.findall("^## (.+)$", text, re.M) == ["Guides", "Reference", "Log"]
+    entries = re.findall(r"^- \[([^]]+)\]\(([^)]+)\): (.+[.?!])$", text, re.M)
+    assert len(entries) == text.count("\n- ") == text.count("](")
+    names = re.findall(r"^ +- (.+)\.md$", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
+    linked = {str((tmp_path / url / "index.html").resolve()) for _, url, _ in entries}
+    pages = {name.removesuffix("index").rstrip("/") for name in names}
+    assert len(pages) > 30
+    assert linked == {str(tmp_path / page / "index.html") for page in pages}
+    assert all(Path(page).exists() for page in linked)
+    assert not list(tmp_path.rglob("*.py*"))

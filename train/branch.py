@@ -45,15 +45,16 @@ def read_schema(arguments: list[str]) -> tuple[type[Config], list[str]]:
 
     The base is recorded in the branch's directory, or is the trunk's config if the
     branch has not begun. The default name is made of the trunk's and the step. --help
-    needs no trunk.
+    and --cfg schema need no trunk.
 
     Raises:
         ConfigError: there is no trunk, or its config cannot be read.
     """
     others = [text for text in arguments if not text.startswith(_KEY)]
-    if {"-h", "--help"}.intersection(arguments):
+    flags = parse_flags(others)
+    if flags.help or flags.cfg == "schema":
         return Config, others
-    if is_sweep(parse_flags(others)):
+    if is_sweep(flags):
         rule = "is not available: a branch has one base; start the branches one by one"
         raise ConfigError([Mistake("--multirun", True, rule)])
     from train.run.branch import base_config

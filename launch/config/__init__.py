@@ -62,6 +62,9 @@ class LaunchConfig(Config):
     output: Annotated[
         str | None, Doc("The folder that action=render writes to. null prints.")
     ] = None
+    json: Annotated[
+        bool, Doc("Print one JSON object, for programs. Other text goes to stderr.")
+    ] = False
 
 
 def kind_in(arguments: Sequence[str]) -> str:
@@ -80,5 +83,9 @@ def schema_of(kind: str) -> type:
     default: Any = field(default_factory=KINDS[kind])
     cluster_field = ("cluster", KINDS[kind], default)
     return dataclasses.make_dataclass(
-        "LaunchConfig", [cluster_field], bases=(LaunchConfig,), frozen=True
+        "LaunchConfig",
+        [cluster_field],
+        bases=(LaunchConfig,),
+        frozen=True,
+        namespace={"__doc__": LaunchConfig.__doc__},
     )

@@ -20,7 +20,10 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def launch(
-    folder: Path, arguments: Sequence[str], environment: Mapping[str, str] = NOTHING
+    folder: Path,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] = NOTHING,
+    stderr: int = subprocess.STDOUT,
 ) -> subprocess.Popen[str]:
     """Start `python -m launch` in a folder."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
@@ -33,7 +36,7 @@ def launch(
         cwd=folder,
         text=True,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
     )
 
 

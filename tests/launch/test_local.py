@@ -1,5 +1,6 @@
 """`cluster=local` as a user types it, with real processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +79,32 @@ def test_ctrl_c_saves_and_ends(tmp_path):
     assert process.returncode == 130, output
     assert f"saved step {run.run.step}" in output
     assert not run.processes()
+
+
+@pytest.mark.slow
+def test_programs_read_one_object_from_each_action(tmp_path):
+    run = LaunchedRun(tmp_path, "cluster=local", num_steps=30)
+
+    def read(*arguments: str) -> dict[str, Any]:
+        words = [*arguments, "json=true"]
+        process = launch(tmp_path, words, stderr=subprocess.DEVNULL)
+        return json.loads(process.communicate(timeout=TIMEOUT_S)[0])
+
+    values = read(*run.arguments)
+    assert (values["kind"], values["exit_code"]) == ("local", 0)
+    assert values["files"].keys() == {"local.sh"}
+    assert not Process.from_dict(values["handle"]).alive()
+    status = read("action=status", run.only)
+    assert (status["alive"], status["run"]["state"]) == (False, "finished")
+    assert status["run"]["step"] == 30
+    other = LaunchedRun(tmp_path, "cluster=local", "cluster.detach=true", name="other")
+    assert read(*other.arguments)["exit_code"] == 0
+    other.await_steps()
+    assert read("action=status", other.only)["alive"]
+    assert read("action=stop", other.only)["exit_code"] == 0
+    status = read("action=status", other.only)
+    assert (status["alive"], status["run_name"]) == (False, "other")
+    assert status["run"]["state"].startswith("stopped")
 
 
 SAVES = """#!/usr/bin/env bash

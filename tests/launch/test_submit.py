@@ -3,10 +3,11 @@
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from etils import epath
@@ -15,7 +16,7 @@ from launch import __main__ as door
 from launch.archive import files_to_pack
 from launch.config import LocalCluster, schema_of
 from launch.config.clusters import Code
-from launch.job import ARCHIVE, UNPACK, Rendered
+from launch.job import ARCHIVE, UNPACK, Rendered, shell
 from launch.node import STOP
 from launch.plan_check import Machine
 from tests.fleet import REPOSITORY
@@ -203,3 +204,112 @@ def test_a_directory_that_cannot_be_written_is_a_wrong_config(
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be read or written: Not a directory"):
         submit(monkeypatch, LocalCluster(), [f"run.dir={tmp_path}/file/run"])
+
+
+@pytest.fixture
+def read(elsewhere, monkeypatch, capsys) -> Callable[..., Any]:
+    """Return a function that runs a command with json=true and reads its output."""
+
+    def hand_over(job, cluster, rendered, submission):
+        print("job 7; action=status shows its state")
+        submission.with_handle(job="7")
+        return 0
+
+    elsewhere.submit = hand_over
+    elsewhere.status = lambda _: ["job 7: pending"]
+    elsewhere.stop = lambda _: 0
+
+    def read(*arguments: str) -> Any:
+        submit(monkeypatch, Away(), [*arguments, "json=true"])
+        return json.loads(capsys.readouterr().out)
+
+    return read
+
+
+def test_a_program_reads_what_was_submitted(read, tmp_path):
+    directory = f"{tmp_path}/runs/x"
+    values = read(f"run.dir={directory}", "run.name=base", "tracker=none")
+    folder = Path(directory) / "launch/1"
+    record = json.loads((folder / "record.json").read_text())
+    assert values.items() >= record.items()
+    assert (values["run_name"], values["run_dir"]) == ("base", directory)
+    assert (values["kind"], values["folder"]) == ("local", str(folder))
+    assert values["handle"] == {"job": "7"}
+    assert values["files"] == {"job.sh": "line\n"}
+    assert values["command"] == ["bash", "job.sh"]
+    assert values["unchecked"].startswith("No plan was made")
+    assert values["exit_code"] == 0
+
+
+def test_a_program_reads_the_state_and_the_end(read, elsewhere, tmp_path, monkeypatch):
+    run = f"run.dir={tmp_path}/runs/x"
+    read(run, "tracker=none")
+    status = read(run, "action=status")
+    assert (status["alive"], status["state"]) == (False, ["job 7: pending"])
+    assert status["run"] is None
+    (tmp_path / "runs/x/config.yaml").touch()
+    result = SimpleNamespace(returncode=0, stdout='{"step": 3}')
+    monkeypatch.setattr(door, "run_module", lambda *_, **options: result)
+    elsewhere.alive = lambda _: True
+    status = read(run, "action=status")
+    assert (status["alive"], status["run"]) == (True, {"step": 3})
+    assert status["number"] == 1
+    assert read(run, "action=stop")["exit_code"] == 0
+
+
+def test_only_the_command_line_of_a_resume_asks_for_json(
+    read, tmp_path, monkeypatch, capsys
+):
+    run = f"run.dir={tmp_path}/runs/x"
+    read(run, "tracker=none")
+    submit(monkeypatch, Away(), [run, "action=resume"])
+    assert capsys.readouterr().out.startswith("job 7; ")
+    assert read(run, "action=resume")["number"] == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("local", ()),
+        ("ssh", ("cluster.hosts=[one,two]",)),
+        ("slurm", ("cluster.nodes=2",)),
+        ("gke_tpu", ("cluster.target=v5e-16", "cluster.image=a/b:c")),
+        ("gke_gpu", ("cluster.nodes=2", "cluster.gpu=h100", "cluster.image=a/b:c")),
+        ("tpu_vm", ("cluster.target=v5e-16", "cluster.zone=us-west4-a")),
+        ("skypilot", ("cluster.accelerators=H100:8",)),
+    ],
+)
+def test_a_program_reads_what_would_be_submitted(
+    tmp_path, monkeypatch, capsys, kind, keys
+):
+    """The object has what people see: each file, and each line of shell."""
+    store = (
+        "gs://bucket" if kind in ("gke_tpu", "gke_gpu", "tpu_vm", "skypilot") else ""
+    )
+    arguments = [f"cluster={kind}", *keys, "action=render", "plan_first=false"]
+    arguments += [f"run.dir={store or tmp_path}/runs/x", "run.name=base"]
+    outputs = []
+    for more in ([], ["json=true"], ["json=true", f"output={tmp_path}/out"]):
+        monkeypatch.setattr(sys, "argv", ["launch", *arguments, *more])
+        config = compose([*arguments, *more], "launch", schema_of(kind))
+        assert door.launch_mistakes(config) == []
+        assert door.main(config) == 0
+        outputs.append(capsys.readouterr().out)
+    values = json.loads(outputs[1])
+    assert values["kind"] == kind
+    assert values["run_name"] == "base"
+    assert values["folder"].startswith(f"{values['run_dir']}/launch/")
+    assert values["files"]
+    texts = [f"# ---- {name}\n{text}\n" for name, text in values["files"].items()]
+    lines = [*values["preparation"], shell(values["command"])]
+    shown = f"# {values['unchecked']}\n" + "".join(texts)
+    assert outputs[0] == shown + "".join(f"{line}\n" for line in lines)
+    written = json.loads(outputs[2])["files"]
+    assert all((tmp_path / "out" / name).read_text() for name in written)
+
+
+def test_the_output_of_a_run_is_no_json():
+    config = compose(["action=logs", "json=true"], "launch", schema_of("local"))
+    (mistake,) = door.launch_mistakes(config)
+    assert (mistake.key, mistake.value) == ("json", True)
+    assert mistake.rule.startswith("does not go with action=logs")

@@ -113,6 +113,11 @@ def test_a_branch_needs_one_trunk(words):
         read_schema(["--multirun", *words])
 
 
+@pytest.mark.parametrize("words", [("--help",), ("--cfg", "schema"), ("--cfg=schema",)])
+def test_the_keys_are_shown_without_a_trunk(words):
+    assert read_schema([*words]) == (Config, [*words])
+
+
 @pytest.fixture
 def begin(trunk: Path, tmp_path: Path):
     """Begin a branch of the trunk in an empty folder, given overrides."""

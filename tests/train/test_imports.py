@@ -291,7 +291,7 @@ for command in {commands}:
     importlib.import_module(command)
 from train.__main__ import main, run_command
 
-for typed in (["--help"], ["train.num_stepz=1"], ["--cfg", "job"]):
+for typed in (["--help"], ["train.num_stepz=1"], ["--cfg", "job"], ["--cfg", "schema"]):
     sys.argv[1:] = typed
     with suppress(SystemExit):
         run_command(main)

@@ -8,7 +8,7 @@ A command is a function of its config that returns an exit code:
         run_command(main, "train")
 
 Hydra composes the config from `configs/<name>.yaml` and the command line, and handles
-help, `--cfg job` and `--multirun`. The function takes its config as a frozen
+help, `--cfg` and `--multirun`. The function takes its config as a frozen
 dataclass without mistakes. Nothing here imports jax, and Hydra writes no files.
 """
 
@@ -84,6 +84,10 @@ def run_command(
             print(config_yaml(config), end="", flush=True)
             if mistakes := validate(config):
                 raise ConfigError(mistakes)
+        elif flags.cfg == "schema":
+            from train.cli.json_schema import json_schema_text  # imports pydantic
+
+            print(json_schema_text(schema), flush=True)
         elif flags.help:
             print(help_text(config_name, schema, default_choices, flags.config_dir))
         elif hydra_only_prints or flags.shell_completion:

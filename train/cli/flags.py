@@ -54,6 +54,7 @@ def flag_mistakes(flags: Namespace) -> list[Mistake]:
     for action in actions:
         value = getattr(flags, action.dest, None)
         choices = list(action.choices or ())
+        choices += ["schema"] * (action.dest == "cfg")  # Hydra has no such choice
         if choices and value not in (None, *choices):
             add_mistake(
                 f"--{action.dest}", f"must be one of {', '.join(choices)}", value
@@ -67,6 +68,8 @@ def flag_mistakes(flags: Namespace) -> list[Mistake]:
         add_mistake(" and ".join(chosen), "exclude each other; give one")
     if flags.resolve and not (flags.cfg or flags.help):
         add_mistake("--resolve", "is only possible with --cfg")
+    if flags.package and flags.cfg == "schema":
+        add_mistake("--package", "is not possible with --cfg schema", flags.package)
     for name in ("config_path", "experimental_rerun"):
         if getattr(flags, name):
             rule = "is not supported; your own presets go into --config-dir <folder>"

@@ -120,6 +120,7 @@ def _keys(schema: type, prefix: str = "") -> Iterator[str]:
 def _footer(config_name: str, has_groups: bool) -> str:
     """Return sentences about the flags that are useful here, and the exit codes."""
     flags = ["--cfg job shows every key with its value."]
+    flags.append("--cfg schema prints their types and bounds as a JSON Schema.")
     if config_name in _SWEPT:
         flags.append("--multirun key=a,b runs a sweep.")
     if has_groups:

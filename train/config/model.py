@@ -41,7 +41,8 @@ def model_section(mixers: Mapping[str, MixerKind]) -> type[ModelConfig]:
     sections = {name: kind.section for name, kind in mixers.items() if kind.section}
     if sections:
         fields = [(n, s, field(default_factory=s)) for n, s in sections.items()]
-        parts = make_dataclass("Parts", fields, frozen=True)
+        documented = {"__doc__": "The keys of mixers that have keys of their own."}
+        parts = make_dataclass("Parts", fields, frozen=True, namespace=documented)
         keys.append(("parts", parts, field(default_factory=parts)))
     # Without a docstring, `dataclass` would write one with the type of every key.
     documented = {"__doc__": ModelConfig.__doc__}

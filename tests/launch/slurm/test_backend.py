@@ -1,10 +1,13 @@
+import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launch.config import SlurmCluster
+from launch import __main__ as door
+from launch.config import SlurmCluster, schema_of
 from launch.slurm import backend as slurm
 from launch.slurm.script import job_script
 from launch.slurm.squeue import QueuedJob
@@ -13,6 +16,7 @@ from tests.launch.hostile import VALUES
 from tests.launch.kinds import SHARED as JOB
 from tests.launch.launched import says
 from tests.launch.slurm_stubs import Stubs
+from train.cli.command import compose
 
 
 def test_directives_hold_only_checked_values():
@@ -66,6 +70,18 @@ def test_a_rendered_script_has_the_paths_of_submit(tmp_path):
         assert not folder.exists()
         folder.mkdir(parents=True)  # the next submission then has another folder
         folder = folder.with_name(str(number + 1))
+
+
+def test_a_program_reads_the_number_of_the_job(tmp_path, monkeypatch, capsys):
+    stubs = Stubs(tmp_path)
+    monkeypatch.setenv("PATH", f"{stubs.bin}:{os.environ['PATH']}")
+    stubs.program("sbatch", "echo '7;east'")
+    arguments = ["cluster=slurm", f"run.dir={tmp_path}/run", "json=true"]
+    monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+    assert door.main(compose(arguments, "launch", schema_of("slurm"))) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["handle"]["job"], values["handle"]["cluster"]) == ("7", "east")
+    assert values["command"][:2] == ["sbatch", "--parsable"]
 
 
 @pytest.mark.parametrize(("signal_s", "warned"), [(120, False), (119, True)])

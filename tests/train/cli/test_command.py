@@ -63,7 +63,7 @@ def test_cfg_shows_every_key_and_runs_nothing(run):
     assert "train.accumulation_steps" in entry(result, "data.batch_size = 8")
     assert "accumulation_steps: 3\n" in result.stdout
     result = run("--cfg", "jobb", "train.num_step=7")
-    assert "must be one of job, hydra, all" in entry(result, "--cfg = jobb")
+    assert "must be one of job, hydra, all, schema" in entry(result, "--cfg = jobb")
     assert "no such key" in entry(result, "train.num_step = 7")
 
 

@@ -35,6 +35,12 @@ in `configs/` set another one. `python -m train ... --cfg job` shows every value
 command line, and what is wrong with it. `null` means that nothing is given. Commands
 on a run (`train.evaluate` and the like) also take `run.*`, some of them `runtime.*`.
 `train.branch` takes `from=<run>@<step>` and the keys of `train`.
+
+For programs and editors, each command prints a JSON Schema of all its keys with
+`--cfg schema`: types, bounds, choices, meanings, and the defaults of the dataclasses.
+It refuses unknown keys. Rules between keys are not in it: `--cfg job` checks these too.
+For `python -m launch`, choose the kind of cluster (`cluster=slurm --cfg schema`).
+
 Unless its bounds say otherwise, a whole number is at most 2147483647."""
 
 
