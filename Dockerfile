@@ -3,7 +3,7 @@
 #   docker build --tag longhaul .                               # for CPUs
 #   docker build --tag longhaul --build-arg PLATFORM=cuda .     # or tpu
 #   docker run --user "$(id -u)" --volume "$PWD/runs:/runs" --stop-timeout 120 \
-#       longhaul python -m train
+#       longhaul python -m longhaul train
 #
 # Any user may run it, by whatever number a cluster gives. SIGTERM reaches the run, which
 # saves and ends with 42; an abort ends with 134. EXTRAS=s3,gcs,data also prepares data;
@@ -27,6 +27,7 @@ ENV PIP_CONSTRAINT=/source/constraints.txt PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 # Libraries change seldom, and are large: in a layer of their own, made without the code.
 COPY pyproject.toml constraints.txt ./
+COPY longhaul/wheel.py longhaul/
 RUN touch README.md LICENSE \
     && if [ "$PLATFORM" = cpu ]; then extras="$EXTRAS"; else extras="$EXTRAS,$PLATFORM"; fi \
     && /pip/bin/pip --python /opt/venv/bin/python install ".[$extras]" \
@@ -55,7 +56,7 @@ USER 1000:0
 # Process 1 is none that the kernel spares its own signals; it passes ours on, and
 # collects the dead. -s: also where it is not process 1.
 ENTRYPOINT ["/usr/bin/tini", "-s", "--"]
-CMD ["python", "-P", "-m", "train"]
+CMD ["python", "-P", "-m", "longhaul", "train"]
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="longhaul" \
       org.opencontainers.image.description="Pretrains GPT-style language models with JAX" \

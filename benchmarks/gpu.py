@@ -49,6 +49,7 @@ from benchmarks.gpu_turns import (
 )
 from benchmarks.step_worker import PRESETS, Spec
 from data.machine import usable_cores
+from data.program import PREFIX
 from data.storage import write_atomically
 
 Found = Iterator[dict[str, Any]]  # A part yields each result as soon as it is known.
@@ -193,7 +194,8 @@ def profile(first: Spec, presets: Sequence[str]) -> Found:
         train(path, overrides)
         logged = (path / "metrics.jsonl").read_text().splitlines()
         yield {"typed": overrides, "metrics": list(map(json.loads, logged))}
-        args = [sys.executable, "-m", "train.profile", f"run.dir={path}", "step=40"]
+        args = [sys.executable, "-m", f"{PREFIX}train.profile", f"run.dir={path}"]
+        args.append("step=40")
         # stderr is not captured, so that errors appear in this program's output.
         text = subprocess.run(args, check=True, stdout=subprocess.PIPE, text=True)
     print(text.stdout, flush=True)
@@ -210,7 +212,7 @@ def command(path: Path, overrides: Sequence[str]) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "train",
+        f"{PREFIX}train",
         f"run.dir={path}",
         "tracker=none",
         *overrides,

@@ -26,13 +26,13 @@ from unittest import mock
 
 import numpy as np
 
-import data.token_store.reader
 from benchmarks.data import alternate, library
 from data.batches import Order
 from data.catalog import FORMATS, text_store
 from data.config import DataConfig, MixtureSource, Packing, Source
 from data.prepare_config import PrepareConfig
 from data.sources import open_sources
+from data.token_store import reader
 from data.token_store.build import prepare_store
 
 SHAPES = ((12, 64), (64, 1024), (512, 8192))
@@ -102,7 +102,7 @@ def load(folder: Path) -> None:
 
 def loaded(config: DataConfig, limit: int) -> Iterator:
     """Return a batch iterator; splits of up to `limit` bytes are read into memory."""
-    with mock.patch.object(data.token_store.reader, "MEMORY_LIMIT_BYTES", limit):
+    with mock.patch.object(reader, "MEMORY_LIMIT_BYTES", limit):
         order = Order(open_sources(config, text_store), config, 0)
     return order.batches()
 
@@ -193,7 +193,7 @@ import numpy as np
 from data.token_store.reader import TokenArray
 from data.rows import Concatenated
 from data.key_value_store import KeyValueStore
-import data.batches
+from data.batches import shuffled_rows
 import grain.experimental
 def peak():
     lines = open("/proc/self/status").read().splitlines()
@@ -202,7 +202,7 @@ before, began = peak(), time.perf_counter()
 store = KeyValueStore(sys.argv[1])
 tokens = TokenArray(store, "train", int(sys.argv[2]), int(sys.argv[3]))
 rows = Concatenated(tokens, 1024, pad=False, document_mask=True, beginning=0)
-numbers = data.batches.shuffled_rows(np.arange(64), len(rows), 0)
+numbers = shuffled_rows(np.arange(64), len(rows), 0)
 _, starts = tokens.starts_within(numbers * 1024, numbers * 1024 + 1024)
 print(f"{time.perf_counter() - began:.2f} s, {peak() - before:.0f} MB, "
       f"{len(starts)} documents start in 64 rows")

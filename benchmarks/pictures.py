@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.rates_chart import draw
+from data.program import PREFIX
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PLAN = (
@@ -31,7 +32,8 @@ def draw_plan(picture: Path) -> None:
     if browser is None:
         raise SystemExit("Pictures of pages need chromium, which is not installed.")
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "train.plan", *_PLAN, f"output={folder}/plan"]
+        command = [sys.executable, "-m", f"{PREFIX}train.plan", *_PLAN]
+        command.append(f"output={folder}/plan")
         subprocess.run(command, cwd=_ROOT, check=True, stdout=subprocess.DEVNULL)
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         options += [f"--user-data-dir={folder}/profile", "--virtual-time-budget=5000"]

@@ -14,9 +14,13 @@ PUBLIC_MODULES = (
     "machine",
     "names",
     "phases",
+    "program",
     "rows",
     "sources",
     "storage",
+    "text.files",
+    "text.records",
+    "text.streams",
     "tokenizer_folder",
     "tokenizer_json",
 )

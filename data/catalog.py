@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from data.config import DataConfig
 from data.text.delimited import CSV
+from data.text.files import Format
 from data.text.json_formats import JSON, LINES
 from data.text.plain_text import TEXT
 from data.text.tables import ARROW, PARQUET
@@ -24,9 +25,15 @@ FORMATS = (
 )
 
 
+def formats_of(config: object) -> tuple[Format, ...]:
+    """Return the formats that a section may name, with those that users have added."""
+    own = getattr(type(config), "own", {}).get("format", {})
+    return (*FORMATS, *own.values())
+
+
 def text_store(config: DataConfig, beat: Callable[[], object] = lambda: None) -> Store:
     """Open the store of a config that reads text; encode the text on first use.
 
     `beat` and the errors are those of `cached_store`.
     """
-    return cached_store(config, FORMATS, beat)
+    return cached_store(config, formats_of(config), beat)

@@ -8,7 +8,7 @@ from typing_extensions import Doc
 
 from data.config import DataConfig, Packing, Seed, Source, StorePath
 from data.errors import Mistake
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.config import Config, Count, Number, RunConfig
 from train.identity import run_dir
 
@@ -16,6 +16,8 @@ from train.identity import run_dir
 @dataclass(frozen=True)
 class InspectConfig:
     """Keys of `python -m data.inspect`. run.dir or run.name shows a batch of a run."""
+
+    run_schema = Config  # with the keys of parts that a user has added
 
     store: StorePath = None
     run: RunConfig = field(default_factory=RunConfig)
@@ -75,7 +77,7 @@ def main(config: InspectConfig) -> int:
     if config.run.dir or config.run.name:
         from train.run.starts import read_run
 
-        run = read_run(run_dir(Config(run=config.run)), config.step)
+        run = read_run(run_dir(Config(run=config.run)), config.step, config.run_schema)
         data = run.data
         seed = run.seed
     order = Order(open_sources(data, text_store, to_evaluate=False), data, seed)
@@ -100,5 +102,7 @@ def inspect_mistakes(config: InspectConfig) -> list[Mistake]:
     return mistakes
 
 
+COMMAND = Command(main, "inspect", InspectConfig, inspect_mistakes)
+
 if __name__ == "__main__":
-    run_command(main, "inspect", InspectConfig, inspect_mistakes)
+    run_command(COMMAND)

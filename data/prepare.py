@@ -5,7 +5,8 @@ import logging
 from data.config_rules import tokenizer_mistakes
 from data.errors import Mistake
 from data.prepare_config import PrepareConfig
-from train.cli.command import run_command
+from data.program import shown_command
+from train.cli.command import Command, run_command
 from train.errors import STOPPED
 
 log = logging.getLogger(__name__)
@@ -13,18 +14,19 @@ log = logging.getLogger(__name__)
 
 def main(config: PrepareConfig) -> int:
     """Build the store unless it exists, and print its counts."""
-    from data.catalog import FORMATS
+    from data.catalog import formats_of
     from data.describe import describe_store
     from data.token_store.build import prepare_store
 
     try:
-        store = prepare_store(config, FORMATS)
+        store = prepare_store(config, formats_of(config))
     except KeyboardInterrupt:
         log.info("stopped; the same command continues")
         return STOPPED
     print(describe_store(store))
     if store.num_tokens("validation"):
-        print(f"\ntrain on it: python -m train data=tokens data.path={store.path}")
+        command = shown_command("train", ["data=tokens", f"data.path={store.path}"])
+        print(f"\ntrain on it: {command}")
     else:
         print("\nno validation text: train on it in a mixture with a store that has it")
     return 0
@@ -42,5 +44,7 @@ def prepare_mistakes(config: PrepareConfig) -> list[Mistake]:
     return mistakes + tokenizer_mistakes(config.tokenizer, config.tokenizer_sha256)
 
 
+COMMAND = Command(main, "prepare", PrepareConfig, prepare_mistakes)
+
 if __name__ == "__main__":
-    run_command(main, "prepare", PrepareConfig, prepare_mistakes)
+    run_command(COMMAND)

@@ -15,7 +15,7 @@ from annotated_types import Ge, Le
 from typing_extensions import Doc
 
 from data.bpe import NUM_BYTES, hold_out, texts_of, train
-from data.catalog import FORMATS
+from data.catalog import formats_of
 from data.config import (
     ByteCount,
     FileFormat,
@@ -29,7 +29,7 @@ from data.errors import DataError, Mistake
 from data.storage import created_atomically, local_path
 from data.text.records import ReadSettings
 from data.tokenizer import load_tokenizer
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 
 MAX_VOCAB_SIZE = 2**20  # four times the largest published vocabulary
 
@@ -99,7 +99,8 @@ def main(config: TrainTokenizerConfig) -> int:
     _log.info("learning %d tokens from %s", config.vocab_size, ", ".join(inputs))
     held_out_pieces: list[str] = []
     read_settings = ReadSettings(config.text_field, format=config.format)
-    texts = texts_of(inputs, config.max_bytes, read_settings, FORMATS, config.pattern)
+    formats = formats_of(config)
+    texts = texts_of(inputs, config.max_bytes, read_settings, formats, config.pattern)
     content = train(hold_out(texts, held_out_pieces), config.vocab_size)
     try:
         with created_atomically(output) as partial:
@@ -125,5 +126,9 @@ def main(config: TrainTokenizerConfig) -> int:
     return 0
 
 
+COMMAND = Command(
+    main, "train_tokenizer", TrainTokenizerConfig, train_tokenizer_mistakes
+)
+
 if __name__ == "__main__":
-    run_command(main, "train_tokenizer", TrainTokenizerConfig, train_tokenizer_mistakes)
+    run_command(COMMAND)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from data.config import StorePath
 from data.errors import Mistake
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.errors import WRONG_DATA
 
 
@@ -38,5 +38,7 @@ def verify_mistakes(config: VerifyConfig) -> list[Mistake]:
     return [] if config.store else [Mistake("store", config.store, rule)]
 
 
+COMMAND = Command(main, "verify", VerifyConfig, verify_mistakes)
+
 if __name__ == "__main__":
-    run_command(main, "verify", VerifyConfig, verify_mistakes)
+    run_command(COMMAND)

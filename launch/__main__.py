@@ -14,18 +14,20 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from data.errors import Mistake
+from data.program import own_file
 from launch.config import Action, kind_in, kind_of, schema_of
+from launch.config.clusters import Code
 from launch.input_paths import input_path_mistakes
 from launch.job import environment_mistakes, secret_mistakes
 from launch.submissions import Submission, require_submission
 from launch.submit import BACKENDS, render_job, resolved_run_dir, resume, submit_job
 from launch.subprocesses import run_module
-from train.cli.command import run_command
+from train.cli.command import Command, Extend, run_command
 from train.cli.flags import parse_flags
 from train.cli.quoting import hydra_text
 from train.cli.rules import config_mistakes
 from train.errors import FINISHED, ConfigError
-from train.identity import run_dir, training_config
+from train.identity import run_dir
 
 log = logging.getLogger(__name__)
 
@@ -85,14 +87,24 @@ def launch_mistakes(config: Any) -> list[Mistake]:
         )  # these have rules of their own
         overrides = [o for o in overrides if not o.lstrip("+").startswith(own)]
         mistakes += secret_mistakes(overrides, backend.SECRETS_REMEDY)
-        directory = run_dir(training_config(config))
+        directory = run_dir(config.plain())
         try:
             directory = resolved_run_dir(config)
         except ConfigError as error:
             mistakes += error.mistakes
         mistakes += backend.cluster_mistakes(config.cluster, directory)
         mistakes += input_path_mistakes(config)
+        mistakes += _own_file_mistakes(config.cluster)
     return mistakes
+
+
+def _own_file_mistakes(cluster: Any) -> list[Mistake]:
+    """List a mistake if the user's own file cannot get to the machines."""
+    file = own_file()
+    if file is None or getattr(cluster, "code", None) is not Code.image:
+        return []
+    rule = f"does not bring {file.name} to the machines; use archive or shared"
+    return [Mistake("cluster.code", Code.image, rule)]
 
 
 def _print_status(submission: Submission) -> int:
@@ -127,6 +139,18 @@ def _has_begun(submission: Submission) -> bool:
     return (submission.folder.parent.parent / "config.yaml").exists()
 
 
+def read_schema(arguments: list[str], extend: Extend) -> tuple[type, list[str]]:
+    """Return the dataclass of all keys for the kind of cluster that is named."""
+    return extend(schema_of(kind_in(arguments))), arguments
+
+
+COMMAND = Command(
+    main,
+    "launch",
+    validate=launch_mistakes,
+    default_choices=lambda arguments: [f"cluster={kind_in(arguments)}"],
+    read_schema=read_schema,
+)
+
 if __name__ == "__main__":
-    kind = kind_in(sys.argv[1:])
-    run_command(main, "launch", schema_of(kind), launch_mistakes, [f"cluster={kind}"])
+    run_command(COMMAND)

@@ -12,21 +12,31 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from data.program import FOLDER, PACKAGES, PREFIX
+
 _PACKED_SUFFIXES = (".html", ".py", ".sh", ".yaml")
-_PACKAGES = ("configs", "data", "launch", "model", "train")
+# Other files of this kind may hold keys.
+_PACKED_FILES = ("class_defaults.json", "py.typed")
+_PACKAGES = ("longhaul",) if PREFIX else PACKAGES
 _SETUP_FILES = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
 
 
-def make_archive(root: Path) -> bytes:
-    """Return a gzipped tar file of the program whose packages are in `root`."""
+def make_archive(root: Path, own_file: Path | None = None) -> bytes:
+    """Return a gzipped tar file of the program whose packages are in `root`.
+
+    The user's own file, if it started the program, comes next to the packages.
+    """
     buffer = io.BytesIO()
     # A name or a time in the gzip header would change the bytes of the same files.
     with (
         gzip.GzipFile("", "wb", 9, buffer, mtime=0) as compressed,
         tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
-        for name in files_to_pack(root):
-            content = (root / name).read_bytes()
+        sources = {name: _source(root, name) for name in files_to_pack(root)}
+        if own_file is not None:
+            sources[own_file.name] = own_file
+        for name, source in sources.items():
+            content = source.read_bytes()
             member = tarfile.TarInfo(name)
             member.size = len(content)
             member.mode = 0o644
@@ -36,18 +46,26 @@ def make_archive(root: Path) -> bytes:
 
 def files_to_pack(root: Path) -> list[str]:
     """List the files to pack, as sorted paths relative to `root`."""
-    names = _unignored_files(root) or _files_on_disk(root)
+    # A repository around an installed copy is another project's.
+    names = [] if PREFIX else _unignored_files(root)
+    names = names or _files_on_disk(root)
     return sorted({name for name in names if _is_packed(root, Path(name))})
 
 
 def _is_packed(root: Path, name: Path) -> bool:
     if any(part.startswith(".") for part in name.parts):
         return False
-    path = (root / name).resolve()
+    path = _source(root, str(name)).resolve()
     if not path.is_file() or not path.is_relative_to(root.resolve()):
         return False
-    has_packed_type = name.suffix in _PACKED_SUFFIXES or name.name == "py.typed"
+    has_packed_type = name.suffix in _PACKED_SUFFIXES or name.name in _PACKED_FILES
     return str(name) in _SETUP_FILES or (name.parts[0] in _PACKAGES and has_packed_type)
+
+
+def _source(root: Path, name: str) -> Path:
+    """Return the file to pack under a name; a wheel has copies of the setup files."""
+    is_copied = PREFIX and name in _SETUP_FILES
+    return (FOLDER / "setup" if is_copied else root) / name
 
 
 def _unignored_files(root: Path) -> list[str]:

@@ -10,9 +10,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from data.errors import Mistake
+from data.program import command_words, installed_words, unpacked_words
 from data.storage import is_remote
 from launch.config.clusters import Code
 from train.cli.quoting import hydra_text
@@ -55,13 +56,12 @@ class Job:
         self, python: str, code: Code = Code.shared, prefix: Sequence[str] = ()
     ) -> list[str]:
         """Return the training command, with `prefix` before `python -m train`."""
-        # -P keeps the working directory off sys.path; `variables` sets PYTHONPATH.
-        words = [*prefix, python, "-P", "-m", "train", *self.overrides]
+        words = [*prefix, *start_words("train", python, code), *self.overrides]
         return self._with_unpacking(words, python, code)
 
     def status_command(self, python: str, code: Code = Code.shared) -> list[str]:
         """Return the command that prints the run's status as one JSON object."""
-        words = [python, "-P", "-m", "train.status", *self.status_arguments]
+        words = [*start_words("train.status", python, code), *self.status_arguments]
         return self._with_unpacking(words, python, code)
 
     def _with_unpacking(self, words: list[str], python: str, code: Code) -> list[str]:
@@ -70,8 +70,10 @@ class Job:
         # Python cannot run a file in an object store, so the machine needs an installed
         # launch.unpack, for example in its image.
         in_store = is_remote(self.folder)
-        unpack = ["-m", "launch.unpack"] if in_store else [f"{self.folder}/{UNPACK}"]
-        return [python, *unpack, f"{self.folder}/{ARCHIVE}", "--", *words]
+        unpack = [python, f"{self.folder}/{UNPACK}"]
+        if in_store:
+            unpack = installed_words("launch.unpack", python)
+        return [*unpack, f"{self.folder}/{ARCHIVE}", "--", *words]
 
     def variables(self, code: Code = Code.shared) -> dict[str, str]:
         """Return the environment variables that the command needs."""
@@ -90,6 +92,19 @@ class Job:
     def status_arguments(self) -> tuple[str, ...]:
         """The arguments of `python -m train.status` that print one JSON object."""
         return hydra_text("run.dir", self.run_dir), "json=true"
+
+
+def start_words(module: str, python: str, code: Code) -> list[str]:
+    """Return the words that start a module; `Job.variables` sets PYTHONPATH."""
+    match code:
+        case Code.shared:
+            return command_words(module, python)
+        case Code.archive:
+            return unpacked_words(module, python)
+        case Code.image:
+            return installed_words(module, python)
+        case _:
+            assert_never(code)
 
 
 @dataclass(frozen=True)

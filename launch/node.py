@@ -32,14 +32,17 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def node_command(
-    python: str,
+    words: Sequence[str],
     processes: int = 1,
     folder: str | None = None,
     max_restarts: int = 0,
     backoff_s: float = 0,
 ) -> list[str]:
-    """Return the words to put before a command, so that `launch.node` runs it."""
-    words = [python, "-P", "-m", "launch.node", "--processes", str(processes)]
+    """Return the words to put before a command, so that `launch.node` runs it.
+
+    `words` start `launch.node`.
+    """
+    words = [*words, "--processes", str(processes)]
     if folder is not None:
         limits = ["--max-restarts", str(max_restarts), "--backoff", str(backoff_s)]
         words += ["--folder", folder, *limits]

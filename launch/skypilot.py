@@ -23,7 +23,7 @@ from data.storage import is_remote
 from launch import gpu_variables as gpu
 from launch.config import SkypilotCluster
 from launch.config.clusters import Code
-from launch.job import ARCHIVE, UNPACK, VARIABLE, Job, Rendered, shell
+from launch.job import ARCHIVE, UNPACK, VARIABLE, Job, Rendered, shell, start_words
 from launch.job_secret import MAKE_SECRET_LINE, SECRET_VARIABLE, secret_variable
 from launch.manifest import merge_values, to_yaml
 from launch.node import STOP, node_command
@@ -111,7 +111,7 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
     }
     uses_gpus = not (cluster.accelerators or "tpu").lower().startswith("tpu")
     node_prefix = node_command(
-        PYTHON,
+        start_words("launch.node", PYTHON, cluster.code),
         folder=job.folder,
         max_restarts=cluster.max_restarts,
         backoff_s=cluster.backoff_s,

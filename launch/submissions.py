@@ -24,6 +24,7 @@ from etils import epath
 
 from data.errors import DataError, Mistake
 from data.names import checked_name, numbers_in
+from data.program import PREFIX
 from data.storage import StorageError, is_remote, write_atomically
 from launch.job import ARCHIVE, local_folder
 from train.errors import ConfigError, Exit
@@ -184,7 +185,9 @@ def write_files(folder: epath.Path, files: Mapping[str, str | bytes]) -> None:
 
 
 def _git_state(root: Path) -> tuple[dict[str, Any], str]:
-    """Return the commit and untracked files, and the patch; ({}, "") without git."""
+    """Return the commit and untracked files, and the patch; ({}, "") if installed."""
+    if PREFIX:  # A repository around an installed copy is another project's.
+        return {}, ""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(root), *words]

@@ -12,6 +12,7 @@ from typing import Any
 from etils import epath
 
 from data.errors import Mistake
+from data.program import FOLDER, ROOT, own_file
 from launch import local, skypilot
 from launch.archive import make_archive
 from launch.backend import Backend
@@ -39,13 +40,13 @@ from launch.submissions import (
     write_files,
     write_submission,
 )
-from launch.subprocesses import ROOT
 from train.cli.command import compose, config_yaml
 from train.cli.quoting import hydra_text
 from train.config import Config
 from train.errors import FINISHED, ConfigError, writing
-from train.identity import run_dir, run_name, training_config
+from train.identity import run_dir, run_name
 from train.masking import holds_secret
+from train.own_parts import sections_like
 from train.run.folder import run_folder
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ _RESUME_KEYS = {"action", "force", "json", "run.name", "run.dir"}
 
 def resolved_run_dir(config: Any) -> str:
     """Return the run's directory; a local path is made absolute."""
-    return os.fspath(run_folder(run_dir(training_config(config))))
+    return os.fspath(run_folder(run_dir(config.plain())))
 
 
 def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
@@ -92,7 +93,7 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
         name=job.name,
         arguments=tuple(arguments),
         workdir=workdir,
-        run_name=run_name(training_config(config)),
+        run_name=run_name(config.plain()),
     )
     job = dataclasses.replace(job, folder=os.fspath(submission.folder))
     rendered = backend.render(job, cluster)
@@ -129,7 +130,7 @@ def render_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
             write_files(epath.Path(config.output), files)
     if config.json:
         values = {
-            "run_name": run_name(training_config(config)),
+            "run_name": run_name(config.plain()),
             "run_dir": job.run_dir,
             "kind": kind,
             "name": job.name,
@@ -164,7 +165,8 @@ def resume(
         if _key_of(word) not in _RESUME_KEYS and word not in submission.arguments:
             why = "action=resume repeats the recorded submission unchanged"
             log.warning("%s has no effect: %s", _key_of(word), why)
-    config = compose(submission.arguments, "launch", schema_of(submission.kind))
+    schema = sections_like(schema_of(submission.kind), typed)
+    config = compose(submission.arguments, "launch", schema)
     config = dataclasses.replace(
         config,
         action=Action.submit,
@@ -190,7 +192,7 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
         raise ConfigError(errors)
     directory = resolved_run_dir(config)
     return Job(
-        name=job_name(run_name(training_config(config)), directory),
+        name=job_name(run_name(config.plain()), directory),
         run_dir=directory,
         folder="",
         overrides=_training_overrides(arguments, directory),
@@ -216,8 +218,8 @@ def _files_to_write(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:
     # cluster=local has no key `code`.
     if getattr(cluster, "code", None) is not Code.archive:
         return dict(rendered.files)
-    unpacker = (ROOT / "launch" / UNPACK).read_bytes()
-    return {**rendered.files, ARCHIVE: make_archive(ROOT), UNPACK: unpacker}
+    unpacker = (FOLDER / "launch" / UNPACK).read_bytes()
+    return {**rendered.files, ARCHIVE: make_archive(ROOT, own_file()), UNPACK: unpacker}
 
 
 def _refuse_second_submission(directory: str) -> None:

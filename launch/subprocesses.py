@@ -6,18 +6,17 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.program import ROOT, command_words
 from launch.policy import LAST_SAVE_S
 from train.errors import CRASHED, WRONG_CONFIG, Exit
 
 log = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[1]  # the folder of this program's packages
 QUERY_TIMEOUT_S = 120.0  # short, because one host that hangs delays all others
 COMMAND_TIMEOUT_S = 1800.0  # for commands that copy code or create machines
 _POLL_S = 0.05
@@ -29,9 +28,9 @@ def run_module(
     variables: Mapping[str, str] | None = None,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module of this program with `variables` added to the environment."""
+    """Run a command of this program with `variables` added to the environment."""
     env = {**os.environ, **(variables or {}), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-P", "-m", module, *arguments]
+    command = [*command_words(module), *arguments]
     return subprocess.run(command, env=env, text=True, **options)
 
 

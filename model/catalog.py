@@ -1,11 +1,14 @@
 """The parts of models, and the kernels and methods that run them, as values."""
 
+from typing import Any
+
 from flax import nnx
 
 from model.config import ModelConfig
 from model.execution_parts import ExecutionParts
 from model.layers import MLP
-from model.mixer_catalog import MIXERS
+from model.mixer_catalog import MIXERS, kinds_of
+from model.mlp_kind import mlps_of
 from model.model_parts import ModelParts
 from model.parts.attention import KernelAttention, choose_kernel
 from model.parts.context.context_parallel import choose_context_attention
@@ -17,8 +20,10 @@ from model.parts.predict_ahead import PredictionModules
 from model.parts.token_shift import shift_channels
 
 
-def make_mlp(config: ModelConfig, rngs: nnx.Rngs) -> MLP:
+def make_mlp(config: ModelConfig, rngs: nnx.Rngs) -> Any:
     """Return the MLP of a block without experts."""
+    if (kind := mlps_of(config).get(config.mlp)) is not None:
+        return kind.make(config, rngs)
     return MLP(config, config.mlp_size, rngs)
 
 
@@ -29,6 +34,12 @@ MODEL_PARTS = ModelParts(
     shift=shift_channels,
     prediction_modules=PredictionModules,
 )
+
+
+def parts_of(config: ModelConfig) -> ModelParts:
+    """Return the parts of a model, with those that users have added."""
+    return MODEL_PARTS._replace(mixers=kinds_of(config))
+
 
 EXECUTION_PARTS = ExecutionParts(
     choose_kernel=choose_kernel,

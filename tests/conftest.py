@@ -33,6 +33,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 import jax  # the settings below are for other processes
 
+from data.program import PREFIX
 from tests.fleet import STARTED, with_quick
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "1"
@@ -60,8 +61,9 @@ jax.devices()  # reads the flags
 os.environ["XLA_FLAGS"] = flags
 
 # Check the shapes and dtypes in the signatures of the mathematics at every call.
-STEPS = ("train.core.step", "train.core.eval_step", "train.core.router_balance")
-install_import_hook(["model", "train.core.loss", *STEPS], "beartype.beartype")
+CHECKED = ("model", "train.core.loss", "train.core.step", "train.core.eval_step")
+CHECKED += ("train.core.router_balance",)
+install_import_hook([PREFIX + module for module in CHECKED], "beartype.beartype")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import jax
 import yaml
 
+from data.program import PREFIX
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -74,7 +76,7 @@ class Fleet:
         count: int = 1,
         own: Callable[[int], Sequence[str]] = lambda process: (),
         missing: Sequence[int] = (),
-        module: str = "train",
+        module: str = f"{PREFIX}train",
         environment: dict[str, str] | None = None,
         port: int | None = None,
     ):
@@ -86,7 +88,7 @@ class Fleet:
             count: the number of processes.
             own: returns further overrides of one process.
             missing: the processes that are never started.
-            module: the command, as in `python -m <module>`.
+            module: the full name of the command's module.
             environment: further environment variables.
             port: the port of process 0; None chooses a free one.
         """

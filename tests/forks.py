@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.program import PREFIX
+
 OUT = "forked.out"
 ERR = "forked.err"
 _IMPORTED = (
@@ -83,10 +85,11 @@ class Forks:
 
 def _serve() -> None:
     for name in _IMPORTED:
-        importlib.import_module(name)
+        importlib.import_module(PREFIX + name)
+    metrics: Any = importlib.import_module(f"{PREFIX}train.run.metrics")
     for line in sys.stdin:
         if (process := os.fork()) == 0:
-            sys.modules["train.run.metrics"]._IMPORTED = time.monotonic()  # type: ignore
+            metrics._IMPORTED = time.monotonic()
             return _become(*json.loads(line))
         print(process, flush=True)
         _, status = os.waitpid(process, 0)

@@ -5,6 +5,8 @@ import http.server
 import threading
 from collections.abc import Iterator
 
+from data.program import PREFIX
+
 
 class _Metadata(http.server.BaseHTTPRequestHandler):
     """Answer with the metadata of a Cloud TPU VM: the `attributes` of the server."""
@@ -38,5 +40,5 @@ def metadata_server(process: int) -> Iterator[str]:
 # JAX sets the variable at its import if there are no chips, and then sends no query.
 AS_ON_A_TPU_VM = (
     "import os, runpy, jax; os.environ.pop('TPU_SKIP_MDS_QUERY', None); "
-    "runpy.run_module('train', run_name='__main__', alter_sys=True)"
+    f"runpy.run_module('{PREFIX}train', run_name='__main__', alter_sys=True)"
 )

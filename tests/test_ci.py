@@ -7,6 +7,9 @@ import tomllib
 from pathlib import Path
 
 from tests.fleet import REPOSITORY
+from tests.program import SOURCE_TREE
+
+pytestmark = SOURCE_TREE
 
 
 def test_a_check_that_fails_ends_the_default_run_too(tmp_path: Path):
@@ -17,13 +20,14 @@ def test_a_check_that_fails_ends_the_default_run_too(tmp_path: Path):
     (checkout / ".ci/run").write_bytes((REPOSITORY / ".ci/run").read_bytes())
     programs.mkdir()
     number = tmp_path / "number"
+    write_number = f"echo $$ >{number}.new && mv {number}.new {number}"
     venv = 'mkdir -p "$3/bin" && touch "$3/bin/activate"'
     for name, script in {
         "python3.11": venv,
         "python3.13": "exit 1",
         "pip": "",
         "uv": "",
-        "python": f"echo $$ >{number}.new && mv {number}.new {number}; exec sleep 600",
+        "python": f"[ $2 = train ] || exit 1; {write_number}; exec sleep 600",
         "ruff": f"until [ -e {number} ]; do sleep 0.01; done; exit 1",
     }.items():
         (programs / name).write_text(f"#!/bin/sh\n{script}\n")

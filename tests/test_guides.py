@@ -19,6 +19,9 @@ import pytest
 import zstandard
 
 from tests.fleet import REPOSITORY
+from tests.program import SOURCE_TREE
+
+pytestmark = SOURCE_TREE
 
 GUIDES = sorted((REPOSITORY / "docs/guides").glob("*.md"))
 GUIDES.append(REPOSITORY / "AGENTS.md")

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fleet import REPOSITORY
+from tests.program import SOURCE_TREE
+
+pytestmark = SOURCE_TREE
 
 # A path from the root of the repository, perhaps with one `{a,b}` and without `.py`.
 PATH = re.compile(

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.fleet import REPOSITORY
+from tests.program import SOURCE_TREE
+
+pytestmark = SOURCE_TREE
 
 MEASURE = """<script>
 const cut = [...document.querySelectorAll("table")].filter(

@@ -5,8 +5,9 @@ import ast
 import pytest
 
 from tests.fleet import REPOSITORY
+from tests.program import SOURCE_TREE
 
-FOLDERS = ("model", "data", "train", "launch", "tests", "benchmarks")
+FOLDERS = ("model", "data", "train", "launch", "longhaul", "tests", "benchmarks")
 
 
 def assigns_several_values(node: ast.AST) -> bool:
@@ -29,6 +30,7 @@ def test_swaps_and_unpackings_are_allowed(statement, expected):
     assert assigns_several_values(ast.parse(statement).body[0]) is expected
 
 
+@SOURCE_TREE
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_statement_assigns_one_value(folder):
     locations = [

@@ -1,20 +1,17 @@
 """`python -m train`: start a run, or continue the run of the same name."""
 
-import shlex
 import sys
 
-from train.cli.command import run_command
-from train.cli.leaving import run_and_leave
+from data.program import shown_command
+from train.cli.command import Command, run_command
 from train.config import Config
-
-_COMMAND_LINE = shlex.join(["python", "-m", "train", *sys.argv[1:]])
 
 
 def main(config: Config) -> int:
     """Train, and return the exit code."""
     from train.start import start_run  # Imports JAX, which --help does not need.
 
-    return start_run(config, _COMMAND_LINE)
+    return start_run(config, shown_command("train", sys.argv[1:]))
 
 
 def outcome(config: Config) -> tuple[str, float | None]:
@@ -29,5 +26,7 @@ def outcome(config: Config) -> tuple[str, float | None]:
     return directory, results.get(f"{headline(results)}/loss")
 
 
+COMMAND = Command(main, outcome=outcome, trains=True)
+
 if __name__ == "__main__":
-    run_and_leave(lambda: run_command(main, outcome=outcome))
+    run_command(COMMAND)

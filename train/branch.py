@@ -4,7 +4,6 @@ The config of the other run, the trunk, is the base of the branch's config, and 
 arguments override it. The trunk is only read, and may go on at the same time.
 """
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, make_dataclass, replace
@@ -13,13 +12,12 @@ from functools import partial
 from etils import epath
 
 from data.errors import Mistake
-from train.cli.command import compose, run_command
+from data.program import shown_command
+from train.cli.command import Command, Extend, compose, run_command, unextended
 from train.cli.flags import is_sweep, parse_flags
-from train.cli.leaving import run_and_leave
 from train.cli.schema import read_yaml
 from train.config import Config, RunConfig
 from train.errors import ConfigError
-from train.identity import training_config
 
 _KEY = "from="
 
@@ -40,7 +38,9 @@ def trunk_of(arguments: Sequence[str]) -> epath.Path:
     return run_folder(directory, "from") / "checkpoints" / str(int(step))
 
 
-def read_schema(arguments: list[str]) -> tuple[type[Config], list[str]]:
+def read_schema(
+    arguments: list[str], extend: Extend = unextended
+) -> tuple[type[Config], list[str]]:
     """Return Config with the branch's base as defaults, and the other arguments.
 
     The base is recorded in the branch's directory, or is the trunk's config if the
@@ -53,24 +53,29 @@ def read_schema(arguments: list[str]) -> tuple[type[Config], list[str]]:
     others = [text for text in arguments if not text.startswith(_KEY)]
     flags = parse_flags(others)
     if flags.help or flags.cfg == "schema":
-        return Config, others
+        return extend(Config), others
     if is_sweep(flags):
         rule = "is not available: a branch has one base; start the branches one by one"
         raise ConfigError([Mistake("--multirun", True, rule)])
     from train.run.branch import base_config
+    from train.run.starts import needing_parts, newest_start
 
     step = trunk_of(arguments)
     base = base_config(_directory_in(others, step), step)
     # Text such as ${oc.env:NAME} must stay as it is.
-    base = read_yaml(step.parents[1], text=base.replace("${", r"\${"))
+    text = base.replace("${", r"\${")
+    run = step.parents[1]
+    with needing_parts(newest_start(run), str(run)):
+        base = read_yaml(run, extend(Config), text=text)
     return _schema(base, step), others
 
 
 def _schema(base: Config, step: epath.Path) -> type[Config]:
     """Return Config with other defaults, and the default name of a branch."""
     base = replace(base, run=RunConfig(name=f"{step.parents[1].name}-{step.name}"))
-    defaults = [(key.name, key.type, getattr(base, key.name)) for key in fields(Config)]
-    return make_dataclass("BranchConfig", defaults, bases=(Config,), frozen=True)
+    keys = fields(type(base))
+    defaults = [(key.name, key.type, getattr(base, key.name)) for key in keys]
+    return make_dataclass("BranchConfig", defaults, bases=(type(base),), frozen=True)
 
 
 def _directory_in(arguments: Sequence[str], step: epath.Path) -> epath.Path | None:
@@ -106,10 +111,12 @@ def main(config: Config) -> int:
     if _directory_in(sys.argv[1:], step) != run_folder(run_dir):
         rule = "must not depend on other keys in a branch; write the name out"
         raise ConfigError([Mistake("run.name", config.run.name, rule)])
-    config = replace(training_config(config), run=replace(config.run, dir=run_dir))
-    command = shlex.join(["python", "-m", "train.branch", *sys.argv[1:]])
+    config = replace(config.plain(), run=replace(config.run, dir=run_dir))
+    command = shown_command("train.branch", sys.argv[1:])
     return start_run(config, command, partial(begin_branch, step))
 
 
+COMMAND = Command(main, "branch", read_schema=read_schema, trains=True)
+
 if __name__ == "__main__":
-    run_and_leave(lambda: run_command(main, "branch", read_schema=read_schema))
+    run_command(COMMAND)

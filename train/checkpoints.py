@@ -7,7 +7,7 @@ from typing import Annotated
 from etils import epath
 from typing_extensions import Doc
 
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.cli.rules import must_name_run
 from train.config import Config, RunConfig
 from train.errors import WRONG_DATA
@@ -74,5 +74,7 @@ def _table_row(path: epath.Path, verify: bool, run_id: str | None) -> list[str] 
     return row if path.exists() else None
 
 
+COMMAND = Command(main, "checkpoints", CheckpointsConfig, must_name_run)
+
 if __name__ == "__main__":
-    run_command(main, "checkpoints", CheckpointsConfig, must_name_run)
+    run_command(COMMAND)

@@ -4,7 +4,7 @@ import jax
 
 from data.batches import Order
 from data.phases import phases_of
-from model.mixer_catalog import MIXERS
+from model.mixer_catalog import kinds_of
 from model.params import ParamInfo, named
 from train.config import Transfer
 from train.console import print_table
@@ -59,7 +59,8 @@ def describe_program(program: ConfiguredProgram) -> None:
     if len(phases) > 1:
         flops += f" for {program.tokens_per_step:,} tokens"
     formulas = ["12 L C T"]
-    formulas += [MIXERS[mixer].flops_formula for mixer in config.model.mixers]
+    kinds = kinds_of(config.model)
+    formulas += [kinds[mixer].flops_formula for mixer in config.model.mixers]
     formula = f"6 N + {' or '.join(dict.fromkeys(formulas))}"
     print(f"            {flops} of the model ({formula} per token)")
     _describe_groups(program)

@@ -7,7 +7,7 @@ from typing import Annotated
 from typing_extensions import Doc
 
 from data.errors import Mistake
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.cli.rules import must_name_run
 from train.config import Config, DistributedConfig, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError, writing
@@ -24,6 +24,8 @@ class ExportDtype(StrEnum):
 @dataclass(frozen=True)
 class ExportConfig:
     """Keys of `python -m train.export`; other settings come from the run's config."""
+
+    run_schema = Config  # with the keys of parts that a user has added
 
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -69,7 +71,8 @@ def main(config: ExportConfig) -> int:
     from train.pretrained.folder import require_empty_folder, write_folder
     from train.run.starts import read_run
 
-    family_of(read_run(run_dir(Config(run=config.run))).model, config.family)
+    model = read_run(run_dir(Config(run=config.run)), schema=config.run_schema).model
+    family_of(model, config.family)
     try:
         import tokenizers  # noqa: F401
     except ImportError as error:
@@ -79,7 +82,9 @@ def main(config: ExportConfig) -> int:
         folder = require_empty_folder(config.output or "")
     run = run_dir(Config(run=config.run))
     is_leader = join(config.distributed, run, lambda: None).is_leader
-    program, sources, step, params = load_run(config.run, config.runtime, config.step)
+    program, sources, step, params = load_run(
+        config.run, config.runtime, config.step, schema=config.run_schema
+    )
     # Several processes gather the weights, and process 0 writes them.
     with writing("output", folder):
         summary = write_folder(
@@ -97,5 +102,7 @@ def main(config: ExportConfig) -> int:
     return 0
 
 
+COMMAND = Command(main, "export", ExportConfig, export_mistakes)
+
 if __name__ == "__main__":
-    run_command(main, "export", ExportConfig, export_mistakes)
+    run_command(COMMAND)

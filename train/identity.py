@@ -8,7 +8,7 @@ command always means the same run.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -88,11 +88,6 @@ def refused(
     return [d for d in diffs if d.kind is kind and not is_covered(d.key, permitted)]
 
 
-def training_config(config: Config) -> Config:
-    """Return a plain `Config` with the training keys of a config of a subclass."""
-    return Config(**{key.name: getattr(config, key.name) for key in fields(Config)})
-
-
 def run_name(config: Config) -> str:
     """Return run.name, or `<model>-<data>-<8 hex digits>`.
 
@@ -102,7 +97,7 @@ def run_name(config: Config) -> str:
     """
     if config.run.name:
         return config.run.name
-    diffs = refused(config_differences(Config(), config))
+    diffs = refused(config_differences(config.defaults(), config))
     text = json.dumps({diff.key: diff.new for diff in diffs}, sort_keys=True)
     digits = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{config.model.name}-{config.data.name}-{digits}"

@@ -30,6 +30,7 @@ def load_run(
     runtime: RuntimeConfig,
     step: Step | None = None,
     batch_size: int | None = None,
+    schema: type[Config] = Config,
 ) -> tuple[ConfiguredProgram, Sources, int, Any]:
     """Build a run's program on this machine and restore its weights.
 
@@ -40,6 +41,7 @@ def load_run(
             loss, and None the newest.
         batch_size: the number of rows of a batch, in a single microbatch. None: the
             run's batch size and number of microbatches.
+        schema: the dataclass of the run's config, with the keys of all its parts.
 
     Returns:
         The program, the data, the step, and the sharded parameters. These are averaged
@@ -50,7 +52,7 @@ def load_run(
         DataError: if the data is not the run's, or the checkpoint cannot be read.
     """
     directory = run_dir(Config(run=run)) if run.name or run.dir else None
-    config = read_run(directory)
+    config = read_run(directory, schema=schema)
     data = replace(config.data, batch_size=batch_size or config.data.batch_size)
     microbatches = 1 if batch_size else config.train.accumulation_steps
     train = replace(config.train, accumulation_steps=1)

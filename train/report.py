@@ -7,7 +7,7 @@ from typing import Annotated
 from typing_extensions import Doc
 
 from data.errors import Mistake
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.errors import check_all, writing
 
 
@@ -60,5 +60,7 @@ def main(config: ReportConfig) -> int:
     return 0
 
 
+COMMAND = Command(main, "report", ReportConfig, report_mistakes)
+
 if __name__ == "__main__":
-    run_command(main, "report", ReportConfig, report_mistakes)
+    run_command(COMMAND)

@@ -17,7 +17,7 @@ from rich.text import Text
 from typing_extensions import Doc
 
 from data.errors import Mistake
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.cli.rules import must_name_run
 from train.cli.schema import read_yaml
 from train.config import Config, RunConfig
@@ -281,5 +281,7 @@ def _print_status(status: Status) -> None:
     print_table(buckets, ["", "total", "share"], "wall time")
 
 
+COMMAND = Command(main, "status", StatusConfig, status_mistakes)
+
 if __name__ == "__main__":
-    run_command(main, "status", StatusConfig, status_mistakes)
+    run_command(COMMAND)

@@ -7,7 +7,7 @@ variables and the host name of the first pod. This is not tested on a cluster ye
 from data.errors import Mistake
 from launch import gpu_variables as gpu
 from launch.config import GkeGpuCluster
-from launch.job import Job, Rendered, port_of
+from launch.job import Job, Rendered, port_of, start_words
 from launch.kubernetes import jobset
 from launch.kubernetes.jobset import SECRETS_REMEDY as SECRETS_REMEDY
 from launch.kubernetes.kubectl import alive, logs, status, stop, submit  # noqa: F401
@@ -36,9 +36,10 @@ def machine(cluster: GkeGpuCluster) -> Machine:
 def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
     """Return the JobSet's manifest, and the command that creates it."""
     many_processes = cluster.processes_per_node > 1
-    prefix = (
-        node_command("python", cluster.processes_per_node) if many_processes else ()
-    )
+    prefix = ()
+    if many_processes:
+        words = start_words("launch.node", "python", cluster.code)
+        prefix = node_command(words, cluster.processes_per_node)
     index = from_pod("annotations", "batch.kubernetes.io/job-completion-index")
     pods = Pods(
         name=NODE,

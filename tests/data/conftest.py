@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import data.token_store.layout
-import data.token_store.local_shards
-import data.token_store.reader
-import data.token_store.writer
 from data.config import DataConfig, Source
+from data.token_store import layout, local_shards, reader, writer
 
 
 @pytest.fixture
@@ -28,13 +25,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make chunks of 64 values and shards of 256, so that tiny stores have many."""
-    stores = data.token_store
-    for module in (
-        stores.layout,
-        stores.writer,
-        stores.reader,
-        stores.local_shards,
-    ):
+    for module in (layout, writer, reader, local_shards):
         monkeypatch.setattr(module, "CHUNK_LENGTH", 64)
         monkeypatch.setattr(module, "SHARD_LENGTH", 256)
 
@@ -63,9 +54,9 @@ def write_ranks() -> Callable[..., dict[str, str]]:
 def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Choose what a split reads into memory: all, only document offsets, or nothing."""
     if request.param != "memory":
-        monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
+        monkeypatch.setattr(reader, "MEMORY_LIMIT_BYTES", 0)
     if request.param == "disk":
-        monkeypatch.setattr(data.token_store.reader, "OFFSETS_LIMIT", 0)
+        monkeypatch.setattr(reader, "OFFSETS_LIMIT", 0)
     return request.param
 
 

@@ -28,6 +28,7 @@ from data.rows import make_batch
 from data.sources import Sources, open_sets, open_sources
 from data.token_store.store import Store
 from tests.fleet import REPOSITORY
+from tests.program import program_code
 
 NO_BACKEND = """
 if 'jax' in sys.modules:
@@ -320,14 +321,14 @@ def test_an_abandoned_iterator_lets_the_process_end_and_uses_no_jax(config):
     script = (
         "import pickle, sys; from data.sources import open_sources\n"
         "from data.catalog import text_store\n"
-        "import data.tokenizer, data.token_store.store\n"
+        "from data import tokenizer\nfrom data.token_store import store\n"
         "from data.batches import Order\n"
         "config = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
         "kept = Order(open_sources(config, text_store), config, 0).batches()\n"
         "next(kept); print('done')\n" + NO_BACKEND
     )
     result = subprocess.run(
-        [sys.executable, "-c", script, pickle.dumps(config).hex()],
+        [sys.executable, "-c", program_code(script), pickle.dumps(config).hex()],
         cwd=REPOSITORY,
         timeout=60,
         capture_output=True,

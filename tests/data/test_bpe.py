@@ -22,6 +22,7 @@ from data.tokenizer import load_tokenizer
 from data.tokenizer_json import check_same_ids, tokenizer_json
 from data.train_tokenizer import TrainTokenizerConfig, main, train_tokenizer_mistakes
 from tests.fleet import REPOSITORY
+from tests.program import module_option
 
 VOCAB_SIZE = 1000
 
@@ -168,7 +169,7 @@ def test_the_output_is_not_part_of_the_input(tmp_path):
 
 def test_the_command_trains_a_tokenizer(tmp_path):
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "data.train_tokenizer", *overrides]
+        command = [sys.executable, *module_option("data.train_tokenizer"), *overrides]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         return subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -4,14 +4,15 @@ import importlib
 import pickle
 import pkgutil
 
-import data
 from data.catalog import FORMATS
 from data.config import FormatName
+from data.program import PREFIX
 from data.text.files import Format
 
 
 def test_the_catalog_lists_each_format_that_a_module_declares():
-    modules = pkgutil.walk_packages(data.__path__, "data.")
+    package = importlib.import_module(f"{PREFIX}data")
+    modules = pkgutil.walk_packages(package.__path__, f"{PREFIX}data.")
     declared = {
         value
         for module in modules

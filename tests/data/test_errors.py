@@ -16,6 +16,7 @@ from data.sources import open_sets, open_sources
 from data.text.records import ReadSettings
 from data.token_store.build import prepare_store
 from tests.fleet import REPOSITORY
+from tests.program import program_code
 from train.errors import WRONG_CONFIG, exit_code
 
 FILES = {
@@ -54,12 +55,13 @@ def test_each_way_to_read_a_file_names_the_package(
 
 BLOCKED = """
 import runpy, sys
+from data.program import PREFIX
 
 for name in ("s3fs", "gcsfs", "huggingface_hub", "aiohttp", "tokenizers"):
     sys.modules[name] = None
 for command, *arguments in {commands}:
     sys.argv[1:] = arguments
-    runpy.run_module(command, run_name="__main__")
+    runpy.run_module(PREFIX + command, run_name="__main__")
 """
 URLS = ["s3://bucket/a", "gs://bucket/a", "hf://datasets/a/b", "https://example.org/a"]
 
@@ -83,7 +85,7 @@ def test_a_command_exits_with_78_if_tokenizers_is_missing(tmp_path: Path):
 
 
 def run_blocked(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    code = BLOCKED.format(commands=[command])
+    code = program_code(BLOCKED.format(commands=[command]))
     return subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
     )

@@ -6,8 +6,8 @@ import fsspec
 import pytest
 import tensorstore as ts
 
-import data.key_value_store
-import data.storage
+from data import key_value_store
+from data import storage as storage_module
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.text.find import find_files
@@ -75,7 +75,7 @@ def no_kept_clients() -> Iterator[None]:
 @pytest.mark.parametrize("opener", OPEN)
 @pytest.mark.parametrize("url", ["http://127.0.0.1:{port}/x", "s3://bucket/x"])
 def test_a_server_that_does_not_answer_is_named(opener, url, silent_port, monkeypatch):
-    for module in (data.key_value_store, data.storage):
+    for module in (key_value_store, storage_module):
         monkeypatch.setattr(module, "FIRST_ANSWER_S", 0.5)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent_port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
@@ -89,7 +89,7 @@ def test_a_server_that_does_not_answer_is_named(opener, url, silent_port, monkey
 def test_an_unreachable_server_is_not_called_a_missing_file(
     opener, closed_port, monkeypatch
 ):
-    monkeypatch.setattr(data.key_value_store, "HTTP_RETRIES", 1)
+    monkeypatch.setattr(key_value_store, "HTTP_RETRIES", 1)
     url = f"http://127.0.0.1:{closed_port}/x"
     with pytest.raises(DataError, match=rf"{url}.*cannot be read \(.*[Cc]onnect"):
         OPEN[opener](url)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data.packing
+from data import packing
 from data.packing import cut_documents, pack
 
 LENGTHS = st.integers(1, 24).flatmap(
@@ -89,7 +89,7 @@ def test_the_rows_are_those_of_best_fit_piece_by_piece(lengths_and_T):
 
 def test_windows_are_packed_one_by_one(monkeypatch):
     lengths = np.random.default_rng(0).integers(1, 33, 1000).astype(np.int32)
-    monkeypatch.setattr(data.packing, "MAX_PIECES", 300)
+    monkeypatch.setattr(packing, "MAX_PIECES", 300)
     order, row_offsets = pack(lengths, 32)
     assert_packed(lengths, order, row_offsets, 32)
     for first in range(0, 1000, 300):

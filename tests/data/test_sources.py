@@ -10,9 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data.inspect
-import data.token_store.reader
-import data.verify
+from data import inspect, verify
 from data.batch import Batch
 from data.batches import Order, validation_batches
 from data.catalog import FORMATS, text_store
@@ -28,6 +26,7 @@ from data.errors import DataError
 from data.inspect import InspectConfig
 from data.prepare_config import PrepareConfig
 from data.sources import Sources, encoding_of, open_sets, open_sources
+from data.token_store import reader
 from data.token_store.build import prepare_store
 from data.verify import VerifyConfig
 from train.errors import WRONG_DATA
@@ -186,7 +185,7 @@ def test_excerpts_say_what_a_batch_holds(stores, sources):
 
 
 def test_damage_stops_the_reading_and_is_named(stores, tmp_path, monkeypatch):
-    monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
+    monkeypatch.setattr(reader, "MEMORY_LIMIT_BYTES", 0)
     file = shutil.copytree(stores / "code", tmp_path / "store") / "train/tokens/c/0"
     config = DataConfig("code", Source.tokens, f"{tmp_path}/store", batch_size=4)
     order = Order(open_sources(config, text_store), config, 0)
@@ -278,21 +277,21 @@ def test_mistakes_of_a_mixture_are_listed(changes, field):
 def test_a_store_is_shown_and_verified(stores, tmp_path, capsys):
     """data.inspect shows a store, and data.verify reports its damage."""
     store = f"{stores}/prose"
-    assert data.inspect.main(InspectConfig(store, samples=2)) == 0
+    assert inspect.main(InspectConfig(store, samples=2)) == 0
     assert "documents by length in tokens" in capsys.readouterr().out
     small = InspectConfig(store, step=2, sequence_length=16, batch_size=2)
-    assert data.inspect.main(small) == 0
+    assert inspect.main(small) == 0
     assert "prose" in capsys.readouterr().out.splitlines()[1]
-    (mistake,) = data.inspect.inspect_mistakes(InspectConfig())
+    (mistake,) = inspect.inspect_mistakes(InspectConfig())
     assert mistake.key == "store"
-    assert data.verify.main(VerifyConfig(f"{stores}/code")) == 0
+    assert verify.main(VerifyConfig(f"{stores}/code")) == 0
     assert "as they were written" in capsys.readouterr().out
     shutil.copytree(f"{stores}/code", tmp_path / "damaged")
     file = tmp_path / "damaged/train/ids/c/0"
     content = bytearray(file.read_bytes())
     content[20] ^= 4
     file.write_bytes(content)
-    assert data.verify.main(VerifyConfig(f"{tmp_path}/damaged")) == WRONG_DATA
+    assert verify.main(VerifyConfig(f"{tmp_path}/damaged")) == WRONG_DATA
     assert "train/ids/c/0: values 0 to" in capsys.readouterr().out
 
 

@@ -15,6 +15,7 @@ from data.tokenizer import load_tokenizer
 from data.tokenizer_folder import FILE
 from data.tokenizer_json import byte_names, tokenizer_json
 from tests.fleet import REPOSITORY
+from tests.program import module_option
 
 NAMES = byte_names()
 
@@ -169,7 +170,7 @@ def test_a_command_reports_a_wrong_tokenizer_and_exits_with_65(tmp_path: Path):
     (tmp_path / "own").mkdir()
     write_folder(tmp_path / "own", json.dumps(content).encode())
     (tmp_path / "text").write_text("some text")
-    command = [sys.executable, "-m", "data.prepare", f"input={tmp_path}/text"]
+    command = [sys.executable, *module_option("data.prepare"), f"input={tmp_path}/text"]
     command += [f"output={tmp_path}/store", f"tokenizer={tmp_path}/own"]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 65

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tiktoken
 
-import data.encoding
+from data import encoding as encoding_module
 from data.encoding import decode, encode, fingerprint
 from data.errors import DataError
 from data.tokenizer import (
@@ -110,7 +110,7 @@ def test_cuts_of_long_text_hide_no_wrong_ids(tmp_path, monkeypatch):
     encoding = load_tokenizer(write(tmp_path, content))
     texts = ["return" * 500, "a \n\n  b" * 300, *TEXTS]
     uncut_ids = [encode(encoding, text.encode()).tolist() for text in texts]
-    monkeypatch.setattr(data.encoding, "_PIECE_CHARS", 1000)
+    monkeypatch.setattr(encoding_module, "_PIECE_CHARS", 1000)
     assert [encode(encoding, text.encode()).tolist() for text in texts] != uncut_ids
     check_same_ids(encoding, json.dumps(content), texts)
     for cut in (1, 1000, 2500):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from data.program import PREFIX
 from tests.fleet import Fleet
 
 # Steps take a tenth of a second longer, so that a signal can hit a run of small steps.
@@ -46,7 +47,9 @@ class Run:
     def other(self, module: str, *overrides: str) -> Fleet:
         """Start another command of the project, given its module."""
         environment = self._environment
-        return Fleet(self._logs(), overrides, module=module, environment=environment)
+        return Fleet(
+            self._logs(), overrides, module=PREFIX + module, environment=environment
+        )
 
     def _logs(self) -> Path:
         self._starts += 1

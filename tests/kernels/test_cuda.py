@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from model.config import ModelConfig
+from tests.program import program_code
 from train.plan.compiled.collectives import list_collectives
 from train.plan.compiled.flops import count_flops, has_eight_bits, is_kernel
 from train.plan.compiled.inspection import inspect
@@ -304,7 +305,7 @@ print(text.count("fmhaSoftmaxBackward"), text.count("force_deterministic"))
 def test_every_backward_kernel_is_asked_to_be_deterministic(deterministic):
     """XLA asks only the first of equal calls, and a step crashes at the others."""
     completed = subprocess.run(
-        [sys.executable, "-c", GRADIENT, str(deterministic)],
+        [sys.executable, "-c", program_code(GRADIENT), str(deterministic)],
         capture_output=True,
         text=True,
         check=True,

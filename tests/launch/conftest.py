@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.program import PACKAGES_PATH
+
 
 def git(folder: Path, *words: str) -> None:
     identity = ["-c", "user.name=n", "-c", "user.email=e@e"]
@@ -15,7 +17,9 @@ def git(folder: Path, *words: str) -> None:
 def checkout(tmp_path: Path) -> Path:
     """Make a small program in git, next to files that must not be packed."""
     root = tmp_path / "checkout"
+    program = root / PACKAGES_PATH
     files = {
+        "__init__.py": "",
         "train/__init__.py": "",
         "train/step.py": "old = 1\n",
         "train/gone.py": "",
@@ -28,21 +32,21 @@ def checkout(tmp_path: Path) -> Path:
         ".ci/run.py": "",
     }
     for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    git(root, "init", "-q")
-    git(root, "add", "-A")
-    git(root, "commit", "-qm", "all")
-    (root / "train/step.py").write_text("new = 2\n")
-    (root / "train/moe.py").write_text("experts = 8\n")
-    (root / "train/gone.py").unlink()
+        (program / name).parent.mkdir(parents=True, exist_ok=True)
+        (program / name).write_text(text)
+    git(program, "init", "-q")
+    git(program, "add", "-A")
+    git(program, "commit", "-qm", "all")
+    (program / "train/step.py").write_text("new = 2\n")
+    (program / "train/moe.py").write_text("experts = 8\n")
+    (program / "train/gone.py").unlink()
     for name in (
         *("train/__pycache__/step.pyc", "train/.env", "runs/base/config.yaml"),
         *("configs/mine.yaml", "configs/.secret.yaml", "key.json", "train/key.json"),
     ):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text("secret")
+        (program / name).parent.mkdir(parents=True, exist_ok=True)
+        (program / name).write_text("secret")
     (tmp_path / "outside.py").write_text("secret")
-    (root / "train/link.py").symlink_to(tmp_path / "outside.py")
-    (root / "train/same.py").symlink_to("step.py")
+    (program / "train/link.py").symlink_to(tmp_path / "outside.py")
+    (program / "train/same.py").symlink_to("step.py")
     return root

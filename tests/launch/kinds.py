@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from data.errors import Mistake
+from data.program import FOLDER
 from launch.config import (
     GkeGpuCluster,
     GkeTpuCluster,
@@ -23,9 +24,8 @@ from launch.config.clusters import Code
 from launch.job import Job, Rendered
 from launch.kubernetes.jobset import FILE
 from launch.submit import BACKENDS
-from tests.fleet import REPOSITORY
 
-UNPACKER = REPOSITORY / "launch" / "unpack.py"
+UNPACKER = FOLDER / "launch" / "unpack.py"
 
 RUN_DIR = "gs://bucket/runs/base-1b"
 JOB = Job(

@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.drills.run import Run
 from tests.fleet import REPOSITORY, TINY, Fleet, of_text, write_text
+from tests.program import module_option
 
 STEPS = 600
 TIMEOUT_S = 1200  # long enough for a machine that is four times slower
@@ -31,7 +32,7 @@ def launch(
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     env.pop("XLA_FLAGS", None)
     return subprocess.Popen(
-        [sys.executable, "-m", "launch", *arguments],
+        [sys.executable, *module_option("launch"), *arguments],
         env=env,
         cwd=folder,
         text=True,
@@ -143,7 +144,8 @@ class LaunchedRun:
                 variables = (entry / "environ").read_bytes().decode().split("\0")
             except OSError:
                 continue
-            if words[3:4] == ["train"] and f'run.dir="{self.run.path}"' in words:
+            is_training = words[2:4] == module_option("train")
+            if is_training and f'run.dir="{self.run.path}"' in words:
                 ranks = [v for v in variables if v.startswith(f"{variable}=")]
                 pids[int([*ranks, "=0"][0].partition("=")[2])] = int(entry.name)
         return pids

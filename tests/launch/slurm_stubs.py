@@ -34,7 +34,7 @@ esac
 """
 # The interpreter ends with the code in a file; null kills its shell too.
 PYTHON = """
-if [[ " $* " == *" train.status "* ]]; then
+if [[ " $* " == *"train.status "* ]]; then
 	step=$(<"$0.step")
 	[[ $step != null ]] && printf '{"state": "x", "step": %s, "num_steps": 9}\n' "$step"
 	exit

@@ -5,9 +5,10 @@ import os
 import shutil
 from pathlib import Path
 
+from data.program import FOLDER, PACKAGES, ROOT
 from launch.archive import files_to_pack, make_archive
-from tests.fleet import REPOSITORY
 from tests.launch.kinds import contents
+from tests.program import PACKAGES_PATH, SOURCE_TREE
 
 WHOLE = [
     *("configs/mesh/fsdp.yaml", "pyproject.toml", "train/__init__.py"),
@@ -15,6 +16,7 @@ WHOLE = [
 ]
 
 
+@SOURCE_TREE
 def test_the_archive_holds_the_working_tree_and_nothing_else(checkout: Path):
     assert files_to_pack(checkout) == WHOLE
     packed = make_archive(checkout)
@@ -24,6 +26,7 @@ def test_the_archive_holds_the_working_tree_and_nothing_else(checkout: Path):
         assert secret not in gzip.decompress(packed)
 
 
+@SOURCE_TREE
 def test_without_git_the_archive_holds_what_a_package_would(checkout: Path):
     shutil.rmtree(checkout / ".git")
     (checkout / "configs/mine.yaml").unlink()  # without git no rule ignores it
@@ -31,22 +34,23 @@ def test_without_git_the_archive_holds_what_a_package_would(checkout: Path):
 
 
 def test_the_archive_of_this_program_is_complete():
-    """The archive holds every file that setuptools is configured to package."""
-    names = set(files_to_pack(REPOSITORY))
-    for package in ("configs", "data", "launch", "model", "train"):
-        for suffix in ("py", "yaml"):
-            for path in (REPOSITORY / package).rglob(f"*.{suffix}"):
-                assert path.relative_to(REPOSITORY).as_posix() in names
+    """The archive holds every file of the packages."""
+    names = set(files_to_pack(ROOT))
+    for package in PACKAGES:
+        for path in (FOLDER / package).rglob("*.*"):
+            if "__pycache__" not in path.parts:
+                assert path.relative_to(ROOT).as_posix() in names
     assert {"pyproject.toml", "LICENSE", "README.md"} <= names
-    assert len(make_archive(REPOSITORY)) < 2**20
+    assert len(make_archive(ROOT)) < 2**20
 
 
 def test_equal_files_give_equal_bytes(checkout: Path, tmp_path: Path):
     copy = tmp_path / "again"
     shutil.copytree(checkout, copy, symlinks=True, copy_function=shutil.copyfile)
-    os.utime(copy / "train/step.py", (1, 1))
-    (copy / "train/step.py").chmod(0o700)
+    step = copy / PACKAGES_PATH / "train/step.py"
+    os.utime(step, (1, 1))
+    step.chmod(0o700)
     assert make_archive(copy) == make_archive(checkout)
     assert make_archive(copy)[4:8] == bytes(4)  # gzip's time (RFC 1952)
-    (copy / "train/step.py").write_text("new = 3\n")
+    step.write_text("new = 3\n")
     assert make_archive(copy) != make_archive(checkout)

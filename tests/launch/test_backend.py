@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from data.program import FOLDER
 from launch import gpu_variables as gpu
 from launch.config import KINDS, LocalCluster, SkypilotCluster, SlurmCluster, kind_of
 from launch.config.clusters import Code
 from launch.job import job_name
 from launch.plan_check import Machine
 from launch.submit import BACKENDS
-from tests.fleet import REPOSITORY
 from tests.launch.controllers import refused
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES
@@ -48,7 +48,7 @@ def test_valid_clusters_are_accepted(cluster):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_presets_list_all_keys_with_their_defaults(kind):
-    preset = yaml.safe_load((REPOSITORY / f"configs/cluster/{kind}.yaml").read_text())
+    preset = yaml.safe_load((FOLDER / f"configs/cluster/{kind}.yaml").read_text())
     defaults = yaml.safe_load(config_yaml(KINDS[kind]()))
     without_effect = {"backoff_s"} if kind.startswith("gke") else set()
     assert preset == {k: v for k, v in defaults.items() if k not in without_effect}

@@ -61,7 +61,16 @@ def test_only_the_program_is_sent_to_the_builder():
     first, *patterns = [line for line in lines if line and not line.startswith("#")]
     assert first == "*"
     assert {line.removeprefix("!") for line in patterns if line.startswith("!")} == {
-        *("configs", "data", "launch", "model", "train", "LICENSE", "README.md"),
+        *(
+            "configs",
+            "data",
+            "launch",
+            "longhaul",
+            "model",
+            "train",
+            "LICENSE",
+            "README.md",
+        ),
         *("constraints.txt", "pyproject.toml"),
     }
     assert {*patterns[-2:]} == {"**/__pycache__", "**/.*"}
@@ -110,7 +119,7 @@ def test_a_container_trains_as_any_user_and_stops_and_resumes(tmp_path: Path):
     (runs / "text.txt").write_text(text)
     run_as_user = [*("run", "--network", "none", "--user", "23456:34567")]
     run_as_user += ["--volume", f"{runs}:/runs"]
-    train = ["python", "-P", "-m", "train", *TINY, "run.name=x"]
+    train = ["python", "-P", "-m", "longhaul", "train", *TINY, "run.name=x"]
     train += ["data.path=/runs/text.txt", "checkpoint.save_interval_steps=1000"]
     first_start = docker(
         [*run_as_user, "--detach", IMAGE, *train, "train.num_steps=100000"]

@@ -20,6 +20,7 @@ from tests.drills.ground import check_equal
 from tests.launch.hostile import VALUES, argument_printer, printed, program
 from tests.launch.launched import STEPS, TIMEOUT_S, LaunchedRun, launch, says
 from tests.launch.remote.stage import until
+from tests.program import module_option
 from train.cli.quoting import hydra_text
 from train.liveness import Process
 
@@ -176,7 +177,7 @@ def test_hostile_values_arrive_verbatim(tmp_path, monkeypatch, processes):
     rendered = render(job(tmp_path, overrides), LocalCluster(processes=processes))
     (tmp_path / "local.sh").write_text(rendered.files["local.sh"])
     subprocess.run(rendered.command, cwd=tmp_path, check=True)
-    expected = ["-P", "-m", "train", *overrides]
+    expected = ["-P", *module_option("train"), *overrides]
     assert printed(tmp_path) == [expected] * processes
 
 

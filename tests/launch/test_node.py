@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from data.program import module_words
 from launch.node import STOP, main, node_command
 from tests.fleet import REPOSITORY
+from tests.program import program_code
 
 WAITS = "import time; print('here', flush=True); time.sleep(60)"
 
@@ -40,6 +42,7 @@ def test_a_notice_while_the_node_ends_changes_nothing():
     notices = tuple(map(int, (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)))
     code = f"""
 import os, sys
+from data.program import module_words
 from launch.node import main
 
 class Late:
@@ -50,7 +53,7 @@ class Late:
 os.late = Late()
 sys.exit(main({exit_with(42)}))
 """
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY)
+    result = subprocess.run([sys.executable, "-c", program_code(code)], cwd=REPOSITORY)
     assert result.returncode == 42
 
 
@@ -80,8 +83,8 @@ def test_crashes_are_counted_and_others_are_not(tmp_path):
 
 
 def start_node(*options: str, program: str = WAITS) -> subprocess.Popen[str]:
-    command = node_command(sys.executable)[1:-1]
-    command = [sys.executable, *command, *options, "--", sys.executable, "-c", program]
+    command = node_command(module_words("launch.node"))[:-1]
+    command = [*command, *options, "--", sys.executable, "-c", program]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE)
     assert process.stdout is not None

@@ -17,7 +17,7 @@ import yaml
 from launch import skypilot
 from launch.config import SkypilotCluster
 from launch.config.clusters import Code
-from launch.job import Job
+from launch.job import Job, start_words
 from launch.job_secret import SECRET_VARIABLE
 from launch.node import STOP
 from launch.policy import Verdict, judge
@@ -67,7 +67,8 @@ def test_hostile_values_arrive(code, shell, tmp_path):
     assert result.returncode == 0, result.stderr
     (arguments,) = printed(tmp_path)
     assert tuple(arguments[-len(overrides) :]) == overrides
-    assert arguments[-len(overrides) - 3 : -len(overrides)] == ["-P", "-m", "train"]
+    start = start_words("train", "python", code)[1:]
+    assert arguments[: -len(overrides)][-len(start) :] == start
     assert (arguments[0] == "./unpack.py") == (code is Code.archive)
 
 

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 from etils import epath
 
+from data import storage
+from data.program import ROOT
 from launch import __main__ as door
+from launch import plan_check
 from launch.archive import files_to_pack
 from launch.config import LocalCluster, schema_of
 from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK, Rendered, shell
 from launch.node import STOP
 from launch.plan_check import Machine
-from tests.fleet import REPOSITORY
 from tests.launch.kinds import UNPACKER, contents
 from train.cli.command import compose
 from train.errors import ConfigError, Exit
@@ -63,7 +65,7 @@ def test_the_record_holds_the_archive(elsewhere, tmp_path: Path, monkeypatch):
     submit(monkeypatch, Away(), arguments)
     folder = tmp_path / "runs/x/launch/1"
     packed = (folder / ARCHIVE).read_bytes()
-    assert contents(packed).keys() == {*files_to_pack(REPOSITORY)}
+    assert contents(packed).keys() == {*files_to_pack(ROOT)}
     assert (folder / UNPACK).read_bytes() == UNPACKER.read_bytes()
     sha = hashlib.sha256(packed).hexdigest()
     assert json.loads((folder / "record.json").read_text())["code"] == sha
@@ -126,7 +128,7 @@ def plan(elsewhere, monkeypatch) -> SimpleNamespace:
         file.write_text(json.dumps({"host_save": save, "host_held_bytes": 5}))
         return SimpleNamespace(returncode=plan.code)
 
-    monkeypatch.setattr("launch.plan_check.run_module", run_module)
+    monkeypatch.setattr(plan_check, "run_module", run_module)
     return plan
 
 
@@ -190,7 +192,7 @@ def test_a_refusal_by_the_plan_comes_before_an_unreachable_directory(
 def test_an_unreachable_directory_is_reported_in_one_line(
     elsewhere, no_store, monkeypatch
 ):
-    monkeypatch.setattr("data.storage.ANSWER_S", 0.2)
+    monkeypatch.setattr(storage, "ANSWER_S", 0.2)
     keys = "run.dir=s3://nowhere/runs/x", "action=status"
     with pytest.raises(Exit, match=r"s3://nowhere/runs/x.*: cannot be read") as raised:
         submit(monkeypatch, LocalCluster(), keys)

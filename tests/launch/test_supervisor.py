@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from launch import supervisor as supervisor_module
 from launch.supervisor import Supervisor
 from tests.launch.kinds import Played
 
@@ -36,8 +37,8 @@ def play(tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr("launch.supervisor._PAUSE_S", 0.0)
-    monkeypatch.setattr("launch.supervisor._OWNED_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervisor_module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervisor_module, "_OWNED_PAUSE_S", 0.0)
 
 
 def test_preemptions_and_lost_hosts_do_not_count(play):

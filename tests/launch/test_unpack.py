@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from data.program import PREFIX, ROOT
 from launch.archive import make_archive
 from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK, Job
@@ -19,7 +20,10 @@ from launch.unpack import unpack
 from tests.fleet import REPOSITORY
 from tests.launch.hostile import VALUES, argument_printer, printed
 from tests.launch.kinds import UNPACKER, contents
+from tests.program import PACKAGES_PATH, module_option, program_code
 from train.cli.quoting import hydra_text
+
+IMPORT_STEP = f"from {PREFIX}train import step"
 
 
 def write_submission(folder: Path, packed: bytes) -> Path:
@@ -47,7 +51,7 @@ def test_hostile_values_arrive_verbatim(checkout: Path, tmp_path: Path):
             [sys.executable, *words], env=environment(tmp_path, PATH=path), cwd=stubs
         )
         assert process.returncode == 0
-        assert printed(stubs)[-1] == ["-P", "-m", "train", *arguments]
+        assert printed(stubs)[-1] == ["-P", *module_option("train"), *arguments]
 
 
 def run(submission: Path, tmp_path: Path, code: str, **more: str):
@@ -65,17 +69,18 @@ def run(submission: Path, tmp_path: Path, code: str, **more: str):
 def test_the_command_finds_the_archives_code_first(checkout: Path, tmp_path: Path):
     submission = write_submission(tmp_path / "submission", make_archive(checkout))
     other_program = tmp_path / "other"
-    (other_program / "train").mkdir(parents=True)
-    (other_program / "train/__init__.py").write_text("")
-    (other_program / "train/step.py").write_text("new = 'of another program'\n")
+    train = other_program / PACKAGES_PATH / "train"
+    train.mkdir(parents=True)
+    (train / "__init__.py").write_text("")
+    (train / "step.py").write_text("new = 'of another program'\n")
     (other_program / "extra.py").write_text("")
-    code = "import train.step, extra; print(train.step.new, train.step.__file__)"
+    code = f"{IMPORT_STEP}; import extra; print(step.new, step.__file__)"
     output, errors = run(
         submission, tmp_path, code, PYTHONPATH=str(other_program)
     ).communicate()
     sha = hashlib.sha256((submission / ARCHIVE).read_bytes()).hexdigest()
     folder = tmp_path / "cache/longhaul/code" / sha
-    assert output.split() == ["2", str(folder / "train/step.py")], errors
+    assert output.split() == ["2", f"{folder}/{PACKAGES_PATH}train/step.py"], errors
 
 
 def test_the_command_receives_signals(checkout: Path, tmp_path: Path):
@@ -107,12 +112,12 @@ def test_a_signal_during_unpacking_is_a_preemption(tmp_path: Path):
 
 def test_concurrent_unpacking_with_one_killed_gives_complete_files(tmp_path: Path):
     """Every visible file is complete, while others write and after one was killed."""
-    packed = make_archive(REPOSITORY)
+    packed = make_archive(ROOT)
     files = contents(packed)
     folder = tmp_path / hashlib.sha256(packed).hexdigest()
     submission = write_submission(tmp_path / "submission", packed)
-    code = f"""if True:
-        import os, sys; sys.path.insert(0, {str(REPOSITORY)!r})
+    code = program_code(f"""if True:
+        import os, sys; sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path; from launch.unpack import unpack
         put, left = Path.replace, int(sys.argv[1])
         def put_or_die(new, place):
@@ -121,7 +126,7 @@ def test_concurrent_unpacking_with_one_killed_gives_complete_files(tmp_path: Pat
             return put(new, place) if left else os.kill(os.getpid(), 9)
         Path.replace = put_or_die
         packed = Path({str(submission / ARCHIVE)!r}).read_bytes()
-        unpack(packed, Path({str(tmp_path)!r}))"""
+        unpack(packed, Path({str(tmp_path)!r}))""")
 
     def start(dies_at: int = -1) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", code, str(dies_at)])
@@ -144,11 +149,12 @@ def test_concurrent_unpacking_with_one_killed_gives_complete_files(tmp_path: Pat
 
 def test_a_damaged_file_is_replaced(checkout: Path, tmp_path: Path):
     folder = unpack(make_archive(checkout), tmp_path)
-    (folder / "train/step.py").write_text("damaged")
-    (folder / "train/moe.py").unlink()
+    train = folder / PACKAGES_PATH / "train"
+    (train / "step.py").write_text("damaged")
+    (train / "moe.py").unlink()
     unpack(make_archive(checkout), tmp_path)
-    assert (folder / "train/step.py").read_text() == "new = 2\n"
-    assert (folder / "train/moe.py").exists()
+    assert (train / "step.py").read_text() == "new = 2\n"
+    assert (train / "moe.py").exists()
 
 
 def packed_with(name: str, kind: bytes = tarfile.REGTYPE) -> bytes:
@@ -167,7 +173,7 @@ def packed_with(name: str, kind: bytes = tarfile.REGTYPE) -> bytes:
         packed_with("../outside.py"),
         packed_with("train/link.py", tarfile.SYMTYPE),
         b"no archive",
-        make_archive(REPOSITORY)[:5000],
+        make_archive(ROOT)[:5000],
     ],
 )
 def test_nothing_runs_from_an_invalid_archive(packed: bytes, tmp_path: Path):
@@ -187,7 +193,7 @@ def test_without_a_cache_the_code_goes_to_a_new_private_folder(
     submission = write_submission(tmp_path / "submission", make_archive(checkout))
     (tmp_path / "file").write_text("")
     nowhere = str(tmp_path / "file/cache")
-    code = "import train.step; print(train.step.__file__)"
+    code = f"{IMPORT_STEP}; print(step.__file__)"
     more = {"XDG_CACHE_HOME": nowhere, "TMPDIR": str(tmp_path)}
     output, errors = run(submission, tmp_path, code, **more).communicate()
     folder = Path(output).relative_to(tmp_path).parts[0]
@@ -224,7 +230,7 @@ def test_the_archive_is_read_from_an_object_store(
 ):
     packed = make_archive(checkout)
     bucket.pipe("bucket/code/1/code.tar.gz", packed)
-    code = "import train.step; print(train.step.__file__)"
+    code = f"{IMPORT_STEP}; print(step.__file__)"
     job = Job("x", "s3://bucket/code", "s3://bucket/code/1", (), "", "")
     words = job.command(sys.executable, Code.archive)
     process = subprocess.run(

@@ -12,6 +12,7 @@ import pytest
 from etils import epath
 
 from tests.forks import Forks
+from tests.program import module_option, program_code
 from train.resolve.program import make_program
 from train.run.restore import SavedSteps
 from train.run.starts import read_run
@@ -21,7 +22,7 @@ SIGNALLED_TRAIN = """
 import os
 import time
 from train.__main__ import main
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.run.directory import RunDir
 
 write = RunDir.log
@@ -35,7 +36,7 @@ def write_and_signal(log, step, values):
 RunDir.log = write_and_signal
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(Command(main))
 """
 
 Result = subprocess.CompletedProcess[str]
@@ -48,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     source = inspect.getsource(textwrap) + inspect.getsource(inspect)
     (folder / "text.txt").write_text(source[:40_000])
-    (folder / "signalled.py").write_text(SIGNALLED_TRAIN)
+    (folder / "signalled.py").write_text(program_code(SIGNALLED_TRAIN))
     return folder
 
 
@@ -76,7 +77,9 @@ def run_command(folder: Path, forks: Forks) -> RunCommand:
         environment: Mapping[str, str] | None = None,
     ) -> Result:
         is_signalled = signal_number != 0
-        program = [str(folder / "signalled.py")] if is_signalled else ["-m", module]
+        program = (
+            [str(folder / "signalled.py")] if is_signalled else module_option(module)
+        )
         variables = {
             "AT_STEP": str(at_step),
             "SIGNAL": str(signal_number),

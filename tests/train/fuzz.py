@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.config import schema_of
+from tests.program import module_option
 from tests.train.cli import commands
 from train.cli.hints import keys_of
 from train.config import Config
@@ -154,7 +155,7 @@ def _fill_in(word: str, values_of_names: Mapping[str, str]) -> str:
 
 def _base(command: str) -> list[str]:
     """Return the words of a start that does little."""
-    words = ["-m", command]
+    words = module_option(command)
     name = command.rpartition(".")[2]
     if name in ON_A_RUN:
         words.append("run.dir={run}")

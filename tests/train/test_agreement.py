@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.fleet import TINY, Fleet, of_text, write_text
+from tests.program import program_code
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ os._exit(0)
 
 def run(folder: Path, *code: str) -> tuple[list[int], list[str]]:
     """Run code on two processes; return their exit codes and outputs."""
-    (folder / "drill.py").write_text("".join([PRELUDE, *code, END]))
+    (folder / "drill.py").write_text(program_code("".join([PRELUDE, *code, END])))
     timeouts = ("distributed.init_timeout_s=40", "distributed.barrier_timeout_s=12")
     fleet = Fleet(folder, timeouts, 2, module="drill")
     return fleet.wait(120), [fleet.said(process) for process in range(2)]

@@ -14,6 +14,7 @@ from etils import epath
 from data.catalog import text_store
 from data.sources import open_sources
 from tests.forks import Forks
+from tests.program import module_option
 from tests.train import command_runs
 from tests.train.command_runs import Result, RunCommand, lines, state_of, steps
 from train.branch import read_schema
@@ -21,7 +22,6 @@ from train.cli.compose import check_command_line
 from train.cli.quoting import quote_text
 from train.config import Config
 from train.errors import ConfigError
-from train.identity import training_config
 from train.run.branch import begin_branch
 from train.run.digests import SEAL, digests, find_damage
 from train.run.starts import first_config, newest_start
@@ -57,7 +57,7 @@ def branch(trunk: Path, folder: Path, forks: Forks):
     """Start a branch with `python -m train.branch`, given a step and overrides."""
 
     def branch(step: int, overrides: Sequence[str] = (), fault: str = "") -> Result:
-        words = ["-m", "train.branch", f"from={trunk}@{step}", *overrides]
+        words = [*module_option("train.branch"), f"from={trunk}@{step}", *overrides]
         words.append("runtime.allow_fault_injection=true")
         return forks.run(words, folder, {"LONGHAUL_DRILL": fault})
 
@@ -125,7 +125,7 @@ def begin(trunk: Path, tmp_path: Path):
     def begin(*overrides: str, step: int = 10) -> epath.Path:
         schema, words = read_schema([f"from={trunk}@{step}", *overrides])
         words = quote_text(words, schema)
-        config = training_config(check_command_line(words, "branch", schema))
+        config = check_command_line(words, "branch", schema).plain()
         path = epath.Path(tmp_path / "run")
         sources = open_sources(config.data, text_store)
         checkpoint = epath.Path(trunk) / "checkpoints" / str(step)
@@ -256,7 +256,7 @@ def test_a_branch_reads_its_trunk_once(trunk, tmp_path, fate, lost):
     def read_config() -> Config:
         schema, overrides = read_schema(words)
         overrides = quote_text(overrides, schema)
-        return training_config(check_command_line(overrides, "branch", schema))
+        return check_command_line(overrides, "branch", schema).plain()
 
     config = read_config()
     path = epath.Path(tmp_path / "branch")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.program import module_option
 from train.units import format_bytes, format_count
 
 pytestmark = pytest.mark.slow
@@ -80,10 +81,10 @@ def folder(tmp_path_factory) -> Path:
 def run(folder: Path) -> Callable[..., str]:
     """Return a function that runs a command in the folder, and returns its output."""
 
-    def run(*command: str, codes: tuple[int, ...] = (0,)) -> str:
+    def run(module: str, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         result = subprocess.run(
-            [sys.executable, "-m", *command],
+            [sys.executable, *module_option(module), *arguments],
             cwd=folder,
             env=environment,
             capture_output=True,

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from data.batches import Order
+from model import block, gpt
 from tests.train.conftest import CUBE, DEEP, MOE, losses_of
 from train.core.feed import place
 from train.errors import ConfigError
@@ -21,8 +22,8 @@ def test_dropout_that_is_off_leaves_the_step_unchanged(programs, composed, monke
     """The other names keep `programs` from returning a program traced before."""
     off_text = lowered_text(programs(["model.name=off"]))
     with monkeypatch.context() as patch:
-        for module in ("gpt", "block"):
-            patch.setattr(f"model.{module}.drop", lambda x, *_: x)
+        for module in (gpt, block):
+            patch.setattr(module, "drop", lambda x, *_: x)
         assert lowered_text(programs(["model.name=without"])) == off_text
     assert lowered_text(programs(["model.name=on", INSIDE[1]])) != off_text
 

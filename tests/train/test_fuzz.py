@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import ERR, OUT, Forks
+from tests.program import module_option
 from tests.train.fuzz import SMALL, case_of, furnish
 
 SEED = int(os.environ.get("FUZZ_SEED", "53"))
@@ -30,7 +31,9 @@ def finished(forks: Forks, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     (folder / "text.txt").write_text("the cat sat on the mat. " * 400)
     words = [word.replace("{dir}", str(folder)) for word in SMALL]
-    result = forks.run(["-m", "train", f"run.dir={folder}/run", *words], folder)
+    result = forks.run(
+        [*module_option("train"), f"run.dir={folder}/run", *words], folder
+    )
     assert result.returncode == 0, result.stderr
     return folder / "run"
 

@@ -13,6 +13,7 @@ from data.batches import Order
 from data.catalog import text_store
 from data.sources import open_sources
 from tests.fleet import TINY, Fleet, of_text, write_text
+from tests.program import program_code
 from tests.train.conftest import Configure
 from train.run.metrics import read_metrics
 
@@ -23,7 +24,7 @@ import os
 import jax
 import numpy as np
 from train.__main__ import main
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.core.feed import Feed
 from train.run.directory import RunDir
 
@@ -48,7 +49,7 @@ def next_and_record(feed):
 RunDir.start_at, Feed.__next__ = start_and_note, next_and_record
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(Command(main))
 """
 STEPS = 60
 GROWING = (
@@ -88,7 +89,7 @@ def test_rows_of_growing_batches_are_a_prefix_after_kills_on_other_meshes(
 ):
     """Each start has another number of processes or devices, or another mesh."""
     write_text(tmp_path)
-    (tmp_path / "recording.py").write_text(RECORDING)
+    (tmp_path / "recording.py").write_text(program_code(RECORDING))
     run = tmp_path / "run"
     words = (*TINY, *of_text(tmp_path), *GROWING, f"run.dir={run}")
     starts = [

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-import train.liveness
+from train import liveness
 from train.liveness import Owner, Process, state_and_start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -50,12 +50,12 @@ def test_another_users_process_lives_though_it_may_be_hidden(monkeypatch):
     owner = Owner.current()
     monkeypatch.setattr(os, "kill", kill)
     assert owner.alive()
-    monkeypatch.setattr(train.liveness, "state_and_start", lambda _: (None, None))
+    monkeypatch.setattr(liveness, "state_and_start", lambda _: (None, None))
     assert owner.alive() is None
 
 
 def test_ps_is_asked_if_there_is_no_proc(monkeypatch, tmp_path):
-    monkeypatch.setattr(train.liveness, "_PROC", tmp_path / "none")
+    monkeypatch.setattr(liveness, "_PROC", tmp_path / "none")
     process = Process.current()
     assert process.alive()
     assert (

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Forks
+from tests.program import module_option
 from tests.train import command_runs
 from tests.train.command_runs import RunCommand, lines
 from train.run.digests import SEAL
@@ -131,7 +132,7 @@ def test_a_run_with_initial_weights_does_not_begin_again_with_them(
 @pytest.mark.parametrize("way", ["the folder is gone", "the steps are emptied"])
 def test_a_branch_is_refused_with_its_trunk_named(trained, folder, forks: Forks, way):
     run = folder / "branch"
-    words = ["-m", "train.branch", f"from={trained}@2", "run.name=branch"]
+    words = [*module_option("train.branch"), f"from={trained}@2", "run.name=branch"]
     try:
         assert forks.run(words, folder, {}).returncode == 0
         WAYS[way](run / "checkpoints")

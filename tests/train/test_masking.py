@@ -11,6 +11,7 @@ import pytest
 from etils import epath
 
 from data.errors import DataError, Mistake
+from data.program import PREFIX
 from tests.train.planted import PLANTED, READABLE
 from train import masking
 from train.cli import command
@@ -99,11 +100,11 @@ def test_files_and_output_hold_no_secret(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train"])
 
     def main(config: Config) -> None:
-        logging.getLogger("train").warning("reached %s with geheim-123", URL)
+        logging.getLogger(f"{PREFIX}train").warning("reached %s with geheim-123", URL)
 
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with pytest.raises(SystemExit):
-        command.run_command(main)
+        command.run_command(command.Command(main))
     log_output = capsys.readouterr().err
     assert "reached" in log_output
     for text in (yaml_text, errors, log_output):
@@ -187,7 +188,7 @@ def printed(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["train", *arguments])
         monkeypatch.setattr(logging.getLogger(), "handlers", [])
         try:
-            command.run_command(main)
+            command.run_command(command.Command(main))
         except SystemExit:
             pass
         except Exception as error:
@@ -203,12 +204,12 @@ def test_no_output_of_a_command_shows_a_secret(printed, kind):
         for text, _ in PLANTED.values():
             print("found", text)
             print(text, file=sys.stderr)
-            logging.getLogger("train").warning("found %s", text)
+            logging.getLogger(f"{PREFIX}train").warning("found %s", text)
             warnings.warn(text, stacklevel=1)
             try:
                 raise ValueError(text)
             except ValueError:
-                logging.getLogger("train").exception("failed with %s", text)
+                logging.getLogger(f"{PREFIX}train").exception("failed with %s", text)
         raise kind("\n".join(text for text, _ in PLANTED.values()))
 
     output = printed(main)

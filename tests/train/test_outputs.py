@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Forks
+from tests.program import module_option
 from tests.train import command_runs
 from tests.train.command_runs import RunCommand
 from train.errors import writing
@@ -51,7 +52,7 @@ def test_a_pipe_is_refused_as_a_file_of_samples(words, folder, forks: Forks):
     """Opening it would wait until another process reads it."""
     arguments = [word.format(**words) for word in COMMANDS["train.sample"]]
     output = f"output={folder}/pipe"
-    result = forks.run(["-m", "train.sample", *arguments, output], folder)
+    result = forks.run([*module_option("train.sample"), *arguments, output], folder)
     assert result.returncode == 78
     assert "pipe is not a regular file" in result.stderr
 
@@ -61,7 +62,9 @@ def test_a_pipe_is_refused_as_a_file_of_samples(words, folder, forks: Forks):
 def test_an_output_below_a_file_is_refused(words, folder, forks: Forks, command):
     arguments = [word.format(**words) for word in COMMANDS[command]]
     output = folder / "file" / "output"
-    result = forks.run(["-m", command, *arguments, f"output={output}"], folder)
+    result = forks.run(
+        [*module_option(command), *arguments, f"output={output}"], folder
+    )
     assert result.returncode in (65, 78), result.stderr
     assert "Traceback" not in result.stderr
     assert "output" in result.stderr

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from data.program import FOLDER
 from tests.train.pages import Page, data_of, drawn, run_scripts
 from train.page import write_page
 from train.units import format_bytes, format_count, format_flops
 
-TEMPLATES = [
-    Path(__file__).parents[2] / "train" / name
-    for name in ("run/report.html", "plan/plan.html")
-]
+TEMPLATES = [FOLDER / "train" / name for name in ("run/report.html", "plan/plan.html")]
 
 
 @pytest.fixture

@@ -10,27 +10,28 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from tests.program import program_code
 from train.hardware.chips import CHIPS
 from train.runtime import compiler_options, cpu_prefers_bfloat16
 
-DEVICES = """
+DEVICES = program_code("""
 from train.config import RuntimeConfig
 from train.runtime import set_up
 set_up(RuntimeConfig(compilation_cache='~/xla'))
 import jax
 print(jax.devices()[0].platform)
 print(jax.config.jax_compilation_cache_dir)
-"""
+""")
 
-REMOTE_CACHE = """
+REMOTE_CACHE = program_code("""
 from train.config import RuntimeConfig
 from train.runtime import set_up
 set_up(RuntimeConfig(compilation_cache='gs://bucket/xla'))
 import jax
 print(jax.config.jax_compilation_cache_dir)
-"""
+""")
 
-FAULTS = """
+FAULTS = program_code("""
 import resource
 from train.config import Platform, RuntimeConfig
 from train.runtime import set_up
@@ -50,7 +51,7 @@ before = faults()
 for _ in range(20):
     step(x).block_until_ready()
 print(faults() - before)
-"""
+""")
 
 
 def test_the_cache_of_compiled_programs_may_be_in_a_bucket():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fleet import REPOSITORY
+from tests.program import module_option
 from train.cli.command import compose
 from train.distributed.processes import Cluster
 from train.errors import CRASHES_AGAIN, Exit
@@ -40,7 +41,7 @@ def test_a_signal_while_jax_is_imported_is_a_preemption(tmp_path, number):
     (tmp_path / "jax.py").write_text(slow_module)
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
     process = subprocess.Popen(
-        [sys.executable, "-m", "train", f"run.dir={tmp_path}/run"],
+        [sys.executable, *module_option("train"), f"run.dir={tmp_path}/run"],
         **{"env": {**os.environ, **path}, "cwd": tmp_path},
         stdout=subprocess.PIPE,
         text=True,

@@ -21,6 +21,7 @@ import pytest
 
 from tests.fleet import REPOSITORY, TINY, free_port, of_text, write_text
 from tests.metadata import AS_ON_A_TPU_VM, metadata_server
+from tests.program import module_option
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +37,7 @@ def command(folder: Path, run: str, *overrides: str) -> list[str]:
     run_overrides = ("train.num_steps=6", f"run.dir={folder}/{run}")
     return [
         sys.executable,
-        "-m",
-        "train",
+        *module_option("train"),
         *TINY,
         *of_text(folder),
         *run_overrides,

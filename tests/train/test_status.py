@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from etils import epath
 
-import train.status
 from tests.fleet import REPOSITORY
+from tests.program import module_option
 from tests.train import command_runs
+from train import status as status_module
 from train.config import RunConfig
 from train.liveness import Owner
 from train.run.metrics import EventLog, open_metrics
@@ -126,7 +127,7 @@ def test_the_lease_shows_whether_an_owner_on_another_machine_is_alive(
             lease.unlink()
 
     monkeypatch.setattr(
-        train.status, "time", SimpleNamespace(sleep=wait, time=time.time)
+        status_module, "time", SimpleNamespace(sleep=wait, time=time.time)
     )
     status = read_status(epath.Path(tmp_path))
     assert status.owner == (str(remote_owner) if owned else None)
@@ -172,10 +173,10 @@ def test_the_command_prints_the_status_as_text_and_as_json(tmp_path, capsys):
 
 def test_a_run_is_followed_until_it_has_no_owner(tmp_path, monkeypatch, capsys):
     write_run(tmp_path, owner=OWNER)
-    monkeypatch.setattr(train.status, "_FOLLOW_S", 0.0)
+    monkeypatch.setattr(status_module, "_FOLLOW_S", 0.0)
     statuses = [read_status(epath.Path(tmp_path))] * 3
     statuses.append(replace(statuses[0], state="stopped: preempted", owner=None))
-    monkeypatch.setattr(train.status, "read_status", lambda folder: statuses.pop(0))
+    monkeypatch.setattr(status_module, "read_status", lambda folder: statuses.pop(0))
     assert main(StatusConfig(RunConfig(dir=str(tmp_path)), follow=True)) == 0
     assert statuses == []
     out = capsys.readouterr().out
@@ -199,7 +200,7 @@ def test_a_run_in_a_store(server):
     status = read_status(epath.Path(run))
     assert (status.state, status.step, status.loss) == ("running", 60, 40.0)
     result = subprocess.run(
-        [sys.executable, "-m", "train.status", f"run.dir={run}", "json=true"],
+        [sys.executable, *module_option("train.status"), f"run.dir={run}", "json=true"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -4,8 +4,10 @@ A command is a function of its config that returns an exit code:
 
     def main(config: Config) -> int: ...
 
+    COMMAND = Command(main, "train")
+
     if __name__ == "__main__":
-        run_command(main, "train")
+        run_command(COMMAND)
 
 Hydra composes the config from `configs/<name>.yaml` and the command line, and handles
 help, `--cfg` and `--multirun`. The function takes its config as a frozen
@@ -17,12 +19,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from data.errors import DataError
+from data.program import PACKAGES, PREFIX, with_shown_commands
 from train.cli.compose import Validate, check_command_line, compose
 from train.cli.flags import flags_first, is_sweep, parse_flags
 from train.cli.help import help_text
+from train.cli.leaving import run_and_leave
 from train.cli.presets import CONFIG_DIR, VERSION_BASE, register
 from train.cli.quoting import quote_text
 from train.cli.rules import config_mistakes
@@ -32,7 +37,14 @@ from train.config import Config
 from train.errors import CRASHED, STOPPED, ConfigError, Exit, exit_code
 from train.masking import mask_streams
 
-__all__ = ["check_command_line", "compose", "config_yaml", "read_yaml", "run_command"]
+__all__ = [
+    "Command",
+    "check_command_line",
+    "compose",
+    "config_yaml",
+    "read_yaml",
+    "run_command",
+]
 
 # Maps the config of a job to its run.dir and its last evaluation loss.
 Outcome = Callable[[Any], tuple[str, float | None]]
@@ -40,35 +52,61 @@ Outcome = Callable[[Any], tuple[str, float | None]]
 log = logging.getLogger(__name__)
 
 
-def run_command(
-    main: Callable[[Any], int | None],
-    config_name: str = "train",
-    schema: type = Config,
-    validate: Validate = config_mistakes,
-    default_choices: Sequence[str] = (),
-    outcome: Outcome | None = None,
-    read_schema: Callable[[list[str]], tuple[type, list[str]]] | None = None,
-) -> NoReturn:
-    """Run a command on the arguments of this process, and exit with its code.
+# Returns the dataclass of a command's keys, with those of parts that a user added.
+Extend = Callable[[type], type]
+# Returns a dataclass of keys, and the arguments without those that choose it.
+ReadSchema = Callable[[list[str], Extend], tuple[type, list[str]]]
 
-    Args:
-        main: takes the config and returns the exit code; None is 0. A ConfigError exits
-            with 78, a DataError with 65, and an Exit with its code, without traceback.
-        config_name: the root file in `configs/`.
-        schema: the dataclass that `main` takes.
-        validate: lists the broken rules between keys, after types and bounds have been
-            checked.
-        default_choices: `group=choice` pairs that the arguments may override.
-        outcome: returns a job's directory and loss, for the table after a sweep.
-        read_schema: returns a schema that takes the place of `schema`, and the
-            arguments without those that choose it.
+
+def unextended(schema: type) -> type:
+    """Return the same dataclass: no parts are added."""
+    return schema
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of this program.
+
+    main: takes the config and returns the exit code; None is 0. A ConfigError exits
+        with 78, a DataError with 65, and an Exit with its code, without traceback.
+    config_name: the root file in `configs/`.
+    schema: the dataclass that `main` takes.
+    validate: lists the broken rules between keys, after types and bounds have been
+        checked.
+    default_choices: returns `group=choice` pairs that the arguments may override.
+    outcome: returns a job's directory and loss, for the table after a sweep.
+    read_schema: returns a schema that takes the place of `schema`.
+    trains: whether the command trains, and leaves without waiting for threads.
     """
+
+    main: Callable[[Any], int | None]
+    config_name: str = "train"
+    schema: type = Config
+    validate: Validate = config_mistakes
+    default_choices: Callable[[list[str]], Sequence[str]] = lambda arguments: ()
+    outcome: Outcome | None = None
+    read_schema: ReadSchema | None = None
+    trains: bool = False
+
+
+def run_command(command: Command, extend: Extend = unextended) -> NoReturn:
+    """Run a command on the arguments of this process, and exit with its code."""
+    if command.trains:
+        run_and_leave(lambda: _run(command, extend))
+    _run(command, extend)
+
+
+def _run(command: Command, extend: Extend) -> NoReturn:
+    config_name = command.config_name
+    validate = command.validate
     use_utf8()
     configure_logging()
     try:
         arguments = sys.argv[1:]
-        if read_schema:
-            schema, arguments = read_schema(arguments)
+        default_choices = command.default_choices(arguments)
+        schema = extend(command.schema)
+        if command.read_schema:
+            schema, arguments = command.read_schema(arguments, extend)
         arguments = quote_text(arguments, schema)
         config = check_command_line(
             arguments, config_name, schema, validate, default_choices
@@ -79,7 +117,7 @@ def run_command(
         if is_sweep(flags):
             from train.cli.sweep import run_sweep
 
-            code = run_sweep(arguments, flags, config_name, schema, outcome)
+            code = run_sweep(arguments, flags, config_name, schema, command.outcome)
         elif flags.cfg == "job" and not flags.package:
             print(config_yaml(config), end="", flush=True)
             if mistakes := validate(config):
@@ -100,9 +138,10 @@ def run_command(
             if issubclass(schema, Config):
                 for warning in unread_key_warnings(config):
                     log.warning(warning)
-            code = main(config)
+            code = command.main(config)
     except (ConfigError, DataError, Exit) as error:
-        print(error, end="\n" * bool(str(error)), file=sys.stderr)
+        text = with_shown_commands(str(error))
+        print(text, end="\n" * bool(text), file=sys.stderr)
         code = exit_code(error)
     except KeyboardInterrupt:
         code = STOPPED
@@ -117,6 +156,14 @@ def run_command(
         print(StorageError("A remote server", error, "used"), file=sys.stderr)
         code = CRASHED  # another start may succeed
     sys.exit(code or 0)
+
+
+class _Formatter(logging.Formatter):
+    """Formats records, with commands as the user types them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        return with_shown_commands(super().format(record))
 
 
 def use_utf8() -> None:
@@ -138,9 +185,10 @@ def configure_logging() -> None:
     mask_streams()
     handler = logging.StreamHandler(sys.stderr)
     log_format = "%(asctime)s %(levelname)s %(message)s"
-    handler.setFormatter(logging.Formatter(log_format, "%H:%M:%S"))
+    handler.setFormatter(_Formatter(log_format, "%H:%M:%S"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     # gcsfs logs a traceback for each failed request; commands say what has failed.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-    for package in ("train", "model", "data", "launch", "__main__"):
-        logging.getLogger(package).setLevel(logging.INFO)
+    for package in PACKAGES:
+        logging.getLogger(PREFIX + package).setLevel(logging.INFO)
+    logging.getLogger("__main__").setLevel(logging.INFO)

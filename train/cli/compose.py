@@ -28,6 +28,7 @@ from train.cli.hints import (
     type_of,
     unknown_key,
 )
+from train.cli.other_trainers import translate
 from train.cli.presets import Presets, cached_presets, hydra_message, search_path
 from train.cli.quoting import quote_text
 from train.cli.schema import convert
@@ -189,7 +190,7 @@ class _CommandLineChecker:
             self._reject(key, "", hydra_message(error))
             return None
         remember_config(values)
-        config, mistakes = convert(values, self.schema)
+        config, mistakes = convert(values, self.schema, translate)
         for mistake in mistakes:
             is_typed = any(mistake.key.startswith(key) for key in typed_keys)
             file = None if is_typed else self.presets.source_file(mistake.key, choices)
@@ -286,7 +287,9 @@ def _apply(tree: DictConfig, override: Override, schema: type) -> Mistake | None
     if override.is_delete():
         if not in_table:
             rule = "cannot be removed; leave it out to use its default"
-            return unknown_key(schema, key) if node is None else Mistake(key, "", rule)
+            if node is None:
+                return unknown_key(schema, key, translate=translate)
+            return Mistake(key, "", rule)
         if node is None:
             rule = f"there is no such key; {parent} has {', '.join(section)}"
             return Mistake(key, "", rule)
@@ -296,7 +299,7 @@ def _apply(tree: DictConfig, override: Override, schema: type) -> Mistake | None
         return Mistake(key, value, f"exists already; write {key}=... without the +")
     is_hydra_key = node is None and key.startswith("hydra.")
     if is_hydra_key or not isinstance(section, DictConfig | None):
-        return unknown_key(schema, key, value)
+        return unknown_key(schema, key, value, translate)
     required_type = {DictConfig: dict, ListConfig: list}.get(type(node), object)
     # A list in a table may be replaced by a name, and any list may be null.
     if required_type is list and (in_table or value is None):

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from data.program import with_shown_commands
 from train.cli.hints import bare_type, meaning_of
 from train.cli.plain_yaml import parse_yaml
 from train.cli.presets import CONFIG_DIR, Presets, search_path
@@ -70,7 +71,8 @@ def help_text(
     parts = [header.rstrip(), "\n".join(_key_lines(schema, values, left_out))]
     if left_out:
         parts.append("python -m train --help lists the keys of training.")
-    return "\n\n".join([*parts, _footer(config_name, bool(groups))])
+    parts.append(_footer(config_name, bool(groups)))
+    return with_shown_commands("\n\n".join(parts))
 
 
 def _wrapped(text: str, first: int, later: int) -> str:

@@ -4,7 +4,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from math import inf
@@ -15,7 +15,10 @@ from typing_extensions import Doc
 
 from data.config import INT32_MAX
 from data.errors import Mistake
-from train.cli.other_trainers import translate
+
+# A sentence about a key of another trainer, and the keys that it names.
+Translation = tuple[str, tuple[str, ...]]
+Translate = Callable[[str, Sequence[str]], Translation]
 
 _CLOSE = 0.8  # Spellings that are closer are taken for the same name.
 _VERY_CLOSE = 0.92
@@ -74,8 +77,18 @@ def keys_of(schema: type, prefix: str = "") -> list[str]:
     return keys
 
 
-def unknown_key(schema: type, key: str, value: object = "") -> Mistake:
-    """Return the mistake for an unknown key, with the keys that may be meant."""
+def no_translation(key: str, keys: Sequence[str]) -> Translation:
+    """Return no sentence: the default of `unknown_key`."""
+    return "", ()
+
+
+def unknown_key(
+    schema: type, key: str, value: object = "", translate: Translate = no_translation
+) -> Mistake:
+    """Return the mistake for an unknown key, with the keys that may be meant.
+
+    `translate` says which keys have the place of another trainer's key.
+    """
     keys = keys_of(schema)
     rule = "there is no such key"
     parent = key.rpartition(".")[0]
@@ -184,8 +197,12 @@ def type_in_words(hint: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(map(str, arguments))
     if len(members) > 1:
-        alternatives = [m for m in members if m is not types.NoneType]
-        words = [type_in_words(m) for m in alternatives if not _is_literal(m)]
+        literals = [m for m in members if _is_literal(m)]
+        alternatives = [m for m in members if m not in (types.NoneType, *literals)]
+        words = [type_in_words(member) for member in alternatives]
+        if isinstance(bare, type) and issubclass(bare, Enum):  # with further names
+            names = [str(name) for m in literals for name in typing.get_args(m)]
+            words[0] = ", ".join([words[0], *names])
         words += ["null"] * (types.NoneType in members)
         return ", or ".join(words)
     if origin is tuple:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from data.config import DataConfig
 from data.errors import Mistake
 from model.config import ModelConfig
-from model.mixer_catalog import MIXERS
+from model.mixer_catalog import kinds_of
 from train.config import (
     OptimizerConfig,
     OptimizerName,
@@ -28,7 +28,7 @@ def qk_clip_mistakes(
         rule += f"with data.sequence_length={length}; take 100"
         related = ("data.sequence_length",)
         yield Mistake("optimizer.qk_clip", threshold, rule, related)
-    no_scores = not any(MIXERS[mixer].attends for mixer in model.mixers)
+    no_scores = not any(kinds_of(model)[mixer].attends for mixer in model.mixers)
     offload = "optimizer.offload"
     by_layer = "updates layers one by one, while all layers are clipped together"
     sinks = "adds scores that do not depend on queries and keys"

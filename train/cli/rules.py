@@ -19,7 +19,7 @@ from data.errors import Mistake
 from model.choices import Mlp, Position
 from model.config import LOGICAL_AXES, ModelConfig
 from model.config_rules import model_mistakes
-from model.mixer_catalog import MIXERS
+from model.mixer_catalog import kinds_of
 from train.cli.optimizer_rules import qk_clip_mistakes, transfer_mistakes
 from train.config import (
     MESH_AXES,
@@ -55,7 +55,7 @@ def config_mistakes(config: Config) -> list[Mistake]:
     """Return all mistakes between keys that do not depend on the devices."""
     num_steps = config.train.num_steps
     return [
-        *model_mistakes(config.model, MIXERS),
+        *model_mistakes(config.model, kinds_of(config.model)),
         *data_mistakes(config.data),
         *_distributed_mistakes(config.distributed),
         *_trace_mistakes(config.profile),
@@ -287,7 +287,7 @@ def _offload_mistakes(
 
 def _expert_mistakes(mesh: MeshConfig, model: ModelConfig) -> Iterator[Mistake]:
     """Yield mistakes in the placement of experts on devices."""
-    is_dense = model.mlp is Mlp.dense
+    is_dense = model.mlp is not Mlp.moe
     if is_dense and mesh.expert != 1:
         rule = "must be 1 with model.mlp=dense, which has no experts; use mesh.data "
         rule += "or mesh.fsdp instead"

@@ -17,9 +17,11 @@ from omegaconf import OmegaConf
 
 from data.errors import Mistake
 from train.cli.hints import (
+    Translate,
     bare_type,
     bounds_in_words,
     must_be,
+    no_translation,
     type_in_words,
     type_inside,
     type_of,
@@ -31,6 +33,7 @@ from train.config import Config
 from train.errors import ConfigError
 from train.identity import leaves
 from train.masking import mask_values
+from train.recorded_parts import with_recorded_parts
 
 Schema = TypeVar("Schema")
 
@@ -38,9 +41,13 @@ _BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
 def convert(
-    values: Mapping[str, Any], schema: type[Schema]
+    values: Mapping[str, Any],
+    schema: type[Schema],
+    translate: Translate = no_translation,
 ) -> tuple[Schema, list[Mistake]]:
     """Convert nested plain values to a dataclass; missing keys get their defaults.
+
+    `translate` is that of `unknown_key`.
 
     Returns:
         The config, with defaults in place of wrong values, and the list of mistakes.
@@ -60,7 +67,7 @@ def convert(
         validate((values,))
     except ValidationError as error:
         for entry in error.errors(include_url=False):
-            path, mistake = _translate_error(schema, entry)
+            path, mistake = _translate_error(schema, entry, translate)
             mistakes.setdefault(path, mistake)
     for path, mistake in text_mistakes(values):
         mistakes.setdefault(path, mistake)
@@ -84,7 +91,7 @@ def _validator(schema: type) -> Any:
 
 
 def _translate_error(
-    schema: type, entry: Mapping[str, Any]
+    schema: type, entry: Mapping[str, Any], translate: Translate
 ) -> tuple[tuple[Any, ...], Mistake]:
     """Return the path of the value in a pydantic error, and the mistake to report."""
     hint = schema
@@ -105,7 +112,7 @@ def _translate_error(
     while isinstance(value, dict) and len(value) == 1:
         ((name, value),) = value.items()
         key = f"{key}.{name}"
-    return tuple(path), unknown_key(schema, key, value)
+    return tuple(path), unknown_key(schema, key, value, translate)
 
 
 def _remove(values: dict[str, Any], path: tuple[Any, ...]) -> None:
@@ -139,10 +146,10 @@ def _check_version(path: epath.PathLike, values: Mapping[str, Any]) -> None:
 
 def read_yaml(
     path: epath.PathLike,
-    schema: type[Schema] = Config,
+    schema: type[Config] | None = None,
     changes: Mapping[str, Any] = types.MappingProxyType({}),
     text: str | None = None,
-) -> Schema:
+) -> Config:
     """Read a config.yaml as a dataclass; missing keys get their defaults.
 
     Interpolations such as `${oc.env:HOME}` are not resolved, because another user may
@@ -150,7 +157,8 @@ def read_yaml(
 
     Args:
         path: the path of the file.
-        schema: the dataclass to read it as.
+        schema: the dataclass to read it as. None accepts parts that this process lacks
+            (train/recorded_parts.py).
         changes: values to set, by key; None removes an entry of a table.
         text: the content to read instead of the file; errors still name `path`.
 
@@ -162,6 +170,7 @@ def read_yaml(
     try:
         plain = _read_file(epath.Path(path)) if text is None else _read_table(text)
         cfg = OmegaConf.create(plain)
+        schema = schema or with_recorded_parts(Config, plain)
         _apply_changes(cfg, schema, changes)
         values: Any = OmegaConf.to_container(cfg)
     except Exception as error:
@@ -169,8 +178,7 @@ def read_yaml(
         if isinstance(error, FileNotFoundError):
             rule = "does not exist; check run.dir or run.name"
         raise ConfigError([Mistake(str(path), "", rule)]) from None
-    if issubclass(schema, Config):
-        _check_version(path, values)
+    _check_version(path, values)
     config, mistakes = convert(values, schema)
     if mistakes:
         raise ConfigError([m._replace(rule=f"{m.rule} (in {path})") for m in mistakes])

@@ -13,6 +13,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from data.program import words_to_repeat
 from train.cli.compose import check_command_line
 from train.cli.flags import flags_first
 from train.cli.presets import CONFIG_DIR, VERSION_BASE, register
@@ -72,12 +73,8 @@ def _preset_flags(flags: Namespace) -> list[str]:
 
 def _run_process(flags: Namespace, overrides: list[str]) -> int:
     """Run one job and return its exit code; SIGINT or SIGTERM also ends the sweep."""
-    spec = sys.modules["__main__"].__spec__
-    command = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
     log.info("sweep: %s", " ".join(overrides) or "(no overrides)")
-    process = subprocess.Popen(
-        [sys.executable, *command, *_preset_flags(flags), *overrides]
-    )
+    process = subprocess.Popen([*words_to_repeat(), *_preset_flags(flags), *overrides])
     signals: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:

@@ -6,7 +6,7 @@ from dataclasses import fields
 from data.config import Source
 from model.choices import Activation, Mlp, Position, Scaling
 from model.config import ModelConfig
-from model.mixer_catalog import MIXERS
+from model.mixer_catalog import kinds_of
 from train.config import (
     BatchRule,
     Config,
@@ -20,6 +20,8 @@ _EXPERT_KEYS = (
     *("num_experts", "experts_per_token", "expert_dim", "shared_expert"),
     *("dense_layers", "experts_every", "router", "routed_scaling"),
 )
+
+_UNREAD_BY_ADDED_OPTIMIZERS = ("muon_", "b1", "b2", "epsilon")
 
 
 def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
@@ -39,13 +41,13 @@ def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     yield is_one_group, "model.router_group_best", "model.router_groups is 1"
     yield no_shared, "model.shared_expert_gate", "model.shared_experts is 0"
     for key in _EXPERT_KEYS:
-        yield model.mlp is Mlp.dense, f"model.{key}", "model.mlp is dense"
+        yield model.mlp is not Mlp.moe, f"model.{key}", f"model.mlp is {model.mlp}"
 
 
 def _unread_mixer_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     """Yield the same for keys that only some mixers read."""
     readers = dict[str, list[str]]()
-    for mixer, kind in MIXERS.items():
+    for mixer, kind in kinds_of(model).items():
         for key in kind.keys:
             readers.setdefault(key, []).append(mixer)
     for key, mixers in readers.items():
@@ -75,7 +77,8 @@ def _unread_schedule_keys(schedule: ScheduleConfig) -> Iterator[tuple[bool, str,
 
 def unread_key_warnings(config: Config) -> list[str]:
     """Return warnings about keys without effect, and a warm-up that never ends."""
-    changed_keys = sorted(diff.key for diff in config_differences(Config(), config))
+    differences = config_differences(config.defaults(), config)
+    changed_keys = sorted(diff.key for diff in differences)
     source = config.data.source
     model = config.model
     train = config.train
@@ -111,7 +114,7 @@ def unread_key_warnings(config: Config) -> list[str]:
     ]
     unread += [
         (True, f"optimizer.{key}", f"optimizer.name is {optimizer}")
-        for key in optimizer.unread_keys
+        for key in getattr(optimizer, "unread_keys", _UNREAD_BY_ADDED_OPTIMIZERS)
     ]
     for name in (tracker.name for tracker in fields(config.tracker)):
         is_disabled = not getattr(config.tracker, name).enabled

@@ -7,7 +7,7 @@ describes a run takes `Config`. Rules between keys are in `train/cli/rules.py`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Self
 
 from typing_extensions import Doc
@@ -132,6 +132,15 @@ class Config:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     profile: TraceConfig = field(default_factory=TraceConfig)
     plan: LayoutConfig = field(default_factory=LayoutConfig)
+
+    def plain(self) -> "Config":
+        """Return a plain `Config` with the same keys of training."""
+        return Config(**{key.name: getattr(self, key.name) for key in fields(Config)})
+
+    def defaults(self) -> "Config":
+        """Return the default of each key, with the keys of parts that were added."""
+        types = {key.name: type(getattr(self, key.name)) for key in fields(Config)}
+        return Config(**{n: make() for n, make in types.items() if is_dataclass(make)})
 
     def with_values(self, changes: Mapping[str, Any]) -> Self:
         """Return this config with other values of keys such as `model.embed_dim`."""

@@ -5,14 +5,16 @@
 has its keys below `model.parts.<name>`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, make_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, make_dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from model.config import ModelConfig, Section
 from model.mixer_catalog import MIXERS
 from model.mixer_kind import MixerKind
+from model.mlp_kind import MLPKind
+from train.own_parts import with_own
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,13 @@ class _WithParts(ModelConfig):
         )
 
 
-def model_section(mixers: Mapping[str, MixerKind]) -> type[ModelConfig]:
-    """Return the dataclass of the section `model`, given the records of all mixers."""
+def model_section(
+    mixers: Mapping[str, MixerKind], mlps: Iterable[MLPKind] = ()
+) -> type[ModelConfig]:
+    """Return the dataclass of the section `model`.
+
+    `mixers` are the records of all mixers, and `mlps` those of added MLPs.
+    """
     Mixer: Any = StrEnum("Mixer", [*mixers])
     hints = get_type_hints(ModelConfig, include_extras=True)
     names = Annotated[Mixer, *hints["mixer"].__metadata__]
@@ -38,17 +45,13 @@ def model_section(mixers: Mapping[str, MixerKind]) -> type[ModelConfig]:
         ("mixer", names, Mixer(ModelConfig.mixer)),
         ("mixer_pattern", patterns, ModelConfig.mixer_pattern),
     ]
-    sections = {name: kind.section for name, kind in mixers.items() if kind.section}
-    if sections:
-        fields = [(n, s, field(default_factory=s)) for n, s in sections.items()]
-        documented = {"__doc__": "The keys of mixers that have keys of their own."}
-        parts = make_dataclass("Parts", fields, frozen=True, namespace=documented)
-        keys.append(("parts", parts, field(default_factory=parts)))
     # Without a docstring, `dataclass` would write one with the type of every key.
-    documented = {"__doc__": ModelConfig.__doc__}
-    return make_dataclass(
-        "ModelSection", keys, bases=(_WithParts,), frozen=True, namespace=documented
+    attributes = {"__doc__": ModelConfig.__doc__, "kinds": mixers}
+    attributes["mlps"] = {kind.name: kind for kind in mlps}
+    section = make_dataclass(
+        "ModelSection", keys, bases=(_WithParts,), frozen=True, namespace=attributes
     )
+    return with_own(section, {"mlp": mlps}, mixers.values())
 
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
 """The schedule of learning rates."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 from typing_extensions import Doc
@@ -166,6 +167,10 @@ class ScheduleConfig:
                 for p in self.points
             ],
         )
+
+    def own_body(self, num_steps: int) -> Callable[[Any], Any] | None:
+        """Return the factor on the steps after the warm-up, if a user has added it."""
+        return None
 
     @property
     def ends_at_zero(self) -> bool:

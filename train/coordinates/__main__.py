@@ -13,10 +13,9 @@ from typing_extensions import Doc
 
 from data.config import Count
 from data.errors import Mistake
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.cli.rules import config_mistakes
 from train.config import Config
-from train.identity import training_config
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,12 @@ def main(config: CoordinatesConfig) -> int:
 
     set_up(config.runtime)
     vocab_size = padded_vocab_size(encoding_of(config.data))
-    family = ModelFamily(settle(training_config(config), vocab_size))
+    family = ModelFamily(settle(config.plain(), vocab_size))
     sizes = {"width": config.widths, "depth": config.depths}
     return compare_sizes(family, sizes, steps=config.steps, output=config.output)
 
 
+COMMAND = Command(main, "coordinates", CoordinatesConfig, coordinates_mistakes)
+
 if __name__ == "__main__":
-    run_command(main, "coordinates", CoordinatesConfig, coordinates_mistakes)
+    run_command(COMMAND)

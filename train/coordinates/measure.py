@@ -15,7 +15,7 @@ from data.sources import Sources
 from model.choices import ComputeDtype, Dtype
 from model.execution import CallContext
 from model.gpt import bind
-from model.mixer_catalog import MIXERS
+from model.mixer_catalog import sized_kinds
 from model.taps import Taps
 from train.config import MESH_AXES, Config, DcnConfig, Schedule, ScheduleConfig
 from train.core.feed import place
@@ -27,9 +27,8 @@ LENGTH = 64
 SEEDS = 3
 # A tenth of the run's learning rates: so small updates add up, whatever their sign.
 _RATE_FACTOR = 0.1
-# The sizes of a model that grow with its width.
-_INNER = ["mlp_dim", "expert_dim"]
-_INNER += [key for kind in MIXERS.values() for key in kind.width_keys]
+# The sizes of a model that grow with its width, besides those of mixers and MLPs.
+_INNER = ("mlp_dim", "expert_dim")
 
 
 class _Recorder(Taps):
@@ -57,7 +56,8 @@ class ModelFamily:
         model = self.config.model
         data = self.config.data
         optimizer = self.config.optimizer
-        inner = {f"model.{key}": attrgetter(key)(model) for key in _INNER}
+        keys = [key for kind in sized_kinds(model) for key in kind.width_keys]
+        inner = {f"model.{key}": attrgetter(key)(model) for key in (*_INNER, *keys)}
         changes = {
             **{k: n and max(1, n * width // model.embed_dim) for k, n in inner.items()},
             **{f"mesh.{axis}": 1 for axis in MESH_AXES},

@@ -1,11 +1,16 @@
 """What a training step computes, besides its model and its optimizer."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from train.core.loss.token_loss import TokenLoss
+
+# Returns a scalar from the parameters before the update, and the gradients.
+ComputeMetric = Callable[[Any, Any], jax.Array]
 
 
 class Recipe(NamedTuple):
@@ -21,6 +26,7 @@ class Recipe(NamedTuple):
     predict_ahead_weight: the weight of the mean loss of prediction modules.
     predict_ahead_later_weight: this weight from the step predict_ahead_later_step on.
         None keeps predict_ahead_weight.
+    metrics: names of further metrics, and the functions that compute them.
     """
 
     accumulation_steps: int
@@ -31,6 +37,7 @@ class Recipe(NamedTuple):
     predict_ahead_weight: float
     predict_ahead_later_weight: float | None
     predict_ahead_later_step: int
+    metrics: tuple[tuple[str, ComputeMetric], ...] = ()
 
     def ahead_weight(self, step: Int[Array, ""] | int) -> Float[Array, ""]:
         """Return the weight of the loss of prediction modules in a step."""

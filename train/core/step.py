@@ -138,6 +138,8 @@ def make_train_step(
             "skipped": jnp.where(updated, 0.0, 1.0),
             "overflow": jnp.where(accepted & ~updated, 1.0, 0.0),
         }
+        for name, compute in recipe.metrics:
+            metrics[name] = compute(state.params, grads)
         if watched and figures is not None:
             metrics |= compute_layer_metrics(figures, grads, state.params, params)
         params = balance_experts(params, results.load_LE, updated, model.config)

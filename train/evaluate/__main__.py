@@ -10,7 +10,7 @@ from annotated_types import Gt
 from typing_extensions import Doc
 
 from data.errors import Mistake
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.cli.rules import eval_set_mistakes, must_name_run
 from train.config import (
     Batches,
@@ -37,6 +37,8 @@ _TASK_KEYS = ("task_path", "limit", "num_fewshot")
 @dataclass(frozen=True)
 class EvaluateConfig:
     """Keys of `python -m train.evaluate`. The run's config.yaml gives all others."""
+
+    run_schema = Config  # with the keys of parts that a user has added
 
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -135,7 +137,11 @@ def _score_tasks(config: EvaluateConfig, cluster: "Cluster") -> Evaluation:
     task_dict = dict[str, Any]()
     cluster.agree(lambda: task_dict.update(load_tasks(request)) or {})
     program, sources, step, params = load_run(
-        config.run, config.runtime, step=config.step, batch_size=config.batch_size
+        config.run,
+        config.runtime,
+        step=config.step,
+        batch_size=config.batch_size,
+        schema=config.run_schema,
     )
     tasks = Tasks(task_dict, request, program, sources.encoding)
     cluster.agree(lambda: {"tasks": tasks.fingerprint[:12]})
@@ -157,7 +163,11 @@ def _score_sets(config: EvaluateConfig) -> Evaluation:
     from train.run.validations import PART, WHOLE
 
     program, sources, step, params = load_run(
-        config.run, config.runtime, step=config.step, batch_size=config.batch_size
+        config.run,
+        config.runtime,
+        step=config.step,
+        batch_size=config.batch_size,
+        schema=config.run_schema,
     )
     data = program.config.data
     if mistakes := [*eval_set_mistakes(config.sets, data, "sets")]:
@@ -195,5 +205,7 @@ def _save(run: RunConfig, evaluation: Evaluation) -> None:
         log.warning("%s: not written: %s", folder, error)
 
 
+COMMAND = Command(main, "evaluate", EvaluateConfig, evaluate_mistakes)
+
 if __name__ == "__main__":
-    run_command(main, "evaluate", EvaluateConfig, evaluate_mistakes)
+    run_command(COMMAND)

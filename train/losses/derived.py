@@ -18,20 +18,28 @@ class DerivedLoss:
         of each token. Traces are cached by it, so it must hash by value: pass a
         function of a module, or an instance of a frozen dataclass with `__call__`.
         Whatever it returns for tokens without a target is ignored.
+    uses_mean_logit: whether `value` also takes the mean logit, as a third array.
     """
 
-    value: Callable[[jax.Array, jax.Array], jax.Array]
+    value: Callable[..., jax.Array]
+    uses_mean_logit: bool = False
 
     def sum(self, tokens: Tokens, nats: Float[Array, ""]) -> Float[Array, ""]:
         """Return the loss of all tokens, whose cross-entropies sum to `nats`."""
-        return tokens.sum(self.value(tokens.log_z, tokens.target_logit))
+        return tokens.sum(self.value(*self._arguments(tokens)))
 
     def factors(self, tokens: Tokens) -> LogitFactors:
         """Return the factors of the gradient of each token's loss."""
 
-        def total(log_z: jax.Array, target_logit: jax.Array) -> jax.Array:
-            return jnp.sum(self.value(log_z, target_logit))
+        def total(*arguments: jax.Array) -> jax.Array:
+            return jnp.sum(self.value(*arguments))
 
-        differentiate = jax.grad(total, argnums=(0, 1))
-        by_log_z, by_target = differentiate(tokens.log_z, tokens.target_logit)
-        return LogitFactors(by_log_z, -by_target)
+        arguments = self._arguments(tokens)
+        gradients = jax.grad(total, argnums=tuple(range(len(arguments))))(*arguments)
+        by_log_z, by_target, *by_mean = gradients
+        return LogitFactors(by_log_z, -by_target, *by_mean)
+
+    def _arguments(self, tokens: Tokens) -> tuple[jax.Array, ...]:
+        if tokens.mean_logit is None:
+            return tokens.log_z, tokens.target_logit
+        return tokens.log_z, tokens.target_logit, tokens.mean_logit

@@ -2,6 +2,8 @@
 
 # Code outside this folder imports only these modules of it.
 PUBLIC_MODULES = (
+    "budget",
     "compiled",
+    "plan",
     "search",
 )

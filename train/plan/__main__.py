@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from data.errors import Mistake
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.cli.rules import config_mistakes
 from train.config import Platform
 from train.errors import DOES_NOT_FIT, FINISHED, ConfigError, check_all, writing
@@ -186,14 +186,14 @@ def print_plan(plan: "Plan", verdict: "Verdict | None") -> None:
 def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
     """Write plan.json and plan.html, and the texts of the step if `show=true`."""
     from data.storage import write_atomically
-    from train.identity import run_name, training_config
+    from train.identity import run_name
     from train.masking import mask_texts
     from train.page import write_page
     from train.plan.page import TEMPLATE
     from train.plan.show import write_texts
     from train.run.folder import run_folder
 
-    name = run_name(training_config(config))
+    name = run_name(config.plain())
     folder = run_folder(config.output or f"plans/{name}-{config.target or 'here'}")
     with writing("output", folder):
         write_atomically(
@@ -228,5 +228,7 @@ def plan_mistakes(config: PlanConfig) -> list[Mistake]:
     return mistakes
 
 
+COMMAND = Command(main, "plan", PlanConfig, plan_mistakes)
+
 if __name__ == "__main__":
-    run_command(main, "plan", PlanConfig, plan_mistakes)
+    run_command(COMMAND)

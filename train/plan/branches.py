@@ -9,7 +9,7 @@ in high precision (true) or not (model/segments.py).
 from collections.abc import Sequence
 
 from model.config import ModelConfig
-from model.mixer_catalog import MIXERS
+from model.mixer_catalog import kinds_of
 
 
 def branch_counts(model: ModelConfig | None, part: str, count: int) -> tuple[int, int]:
@@ -24,7 +24,8 @@ def branch_counts(model: ModelConfig | None, part: str, count: int) -> tuple[int
     flags: Sequence[bool] = ()
     if model and part == "attention":
         layers = zip(model.mixers, model.windows, strict=True)
-        flags = [w is not None for m, w in layers if MIXERS[m].attends]
+        kinds = kinds_of(model)
+        flags = [w is not None for m, w in layers if kinds[m].attends]
     elif model and not part:
         flags = model.high_precision_flags
     if len({*flags}) < 2:

@@ -4,12 +4,12 @@ The template `plan.html` in this folder draws the page from `plan.json`: the pla
 figures, the timelines of one layer, and how arrays are sharded.
 """
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from data.program import shown_command
 from train.cli.schema import config_yaml
 from train.hardware.chips import chip_of
 from train.plan.advice import plan_sentences
@@ -34,7 +34,7 @@ def page_data(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
         "rows": config.data.batch_size,
         "sequence_length": config.data.sequence_length,
         "summary": plan_sentences(prediction, advice) if advice else [],
-        "command": shlex.join(["python", "-m", "train.plan", *command]),
+        "command": shown_command("train.plan", command),
         "config": config_yaml(config),
         "layers": layers_data(plan),
         "layout": layout_data(plan.program),

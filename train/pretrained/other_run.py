@@ -15,6 +15,7 @@ from train.config import Config, OptimizerConfig
 from train.core.state import TrainState
 from train.errors import ConfigError, as_typed
 from train.identity import config_differences, is_covered
+from train.own_parts import sections_like
 from train.resolve.program import ConfiguredProgram, make_program
 from train.run.digests import SEAL
 from train.run.folder import run_folder
@@ -42,7 +43,7 @@ def check_run(path: str, program: ConfiguredProgram) -> dict[str, str]:
         ConfigError: if the models differ, with every difference, or if there is no
             checkpoint.
     """
-    other_config = read_run(path)
+    other_config = read_run(path, schema=sections_like(Config, program.config))
     own_model = program.config.model
     if mistakes := [*_model_mistakes(path, other_config.model, own_model)]:
         raise ConfigError(mistakes)
@@ -58,7 +59,7 @@ def read_run_weights(path: str, program: ConfiguredProgram) -> TrainState:
     Raises:
         DataError: if the checkpoint differs from its recorded hashes.
     """
-    other_config = read_run(path)
+    other_config = read_run(path, schema=sections_like(Config, program.config))
     state = program.init()
     other_program = _program_of(other_config.model, other_config.optimizer, program)
     folder = run_folder(path)

@@ -12,7 +12,7 @@ from etils import epath
 from typing_extensions import Doc
 
 from data.errors import Mistake
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.cli.rules import must_name_run
 from train.config import Config, Count, RunConfig, Seconds
 from train.errors import CRASHED, ConfigError, Exit
@@ -127,5 +127,7 @@ def _format_ms(seconds: float) -> str:
     return f"{1000 * seconds:.3f} ms"
 
 
+COMMAND = Command(main, "profile", ProfileConfig, must_name_run)
+
 if __name__ == "__main__":
-    run_command(main, "profile", ProfileConfig, must_name_run)
+    run_command(COMMAND)

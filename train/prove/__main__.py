@@ -12,10 +12,9 @@ from typing import Annotated
 from typing_extensions import Doc
 
 from data.errors import Mistake
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.cli.rules import config_mistakes
 from train.config import Config
-from train.identity import training_config
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,10 @@ def main(config: ProveConfig) -> int:
     """Compare, print the result, write prove.json, and return the exit code."""
     from train.prove.verdict import prove
 
-    return prove(training_config(config), as_json=config.json)
+    return prove(config.plain(), as_json=config.json)
 
+
+COMMAND = Command(main, "prove", ProveConfig, prove_mistakes)
 
 if __name__ == "__main__":
-    run_command(main, "prove", ProveConfig, prove_mistakes)
+    run_command(COMMAND)

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from model.block import Block
-from model.catalog import MODEL_PARTS
+from model.catalog import parts_of
 from model.config import ModelConfig
 from model.gpt import GPT
 from model.pattern import segments_of
@@ -17,12 +17,13 @@ def forward_order(config: ModelConfig) -> list[str]:
     names = list[str]()
 
     def build() -> None:
-        model = GPT(config, nnx.Rngs(0), MODEL_PARTS)
+        parts = parts_of(config)
+        model = GPT(config, nnx.Rngs(0), parts)
         rngs = nnx.Rngs(0)
         for number, segment in enumerate(segments_of(config)):
             for slot, kind in enumerate(segment.pattern):
                 # `nnx.vmap` has sorted the parameters of stacked blocks by name.
-                block = Block(config, kind, rngs, MODEL_PARTS)
+                block = Block(config, kind, rngs, parts)
                 model.layers[str(number)][str(slot)] = block
         names.extend(_declared_names(model))
 

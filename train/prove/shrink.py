@@ -15,7 +15,7 @@ from typing import Any
 from data.errors import Mistake
 from model.choices import Attention, ComputeDtype, Dtype
 from model.config import ModelConfig
-from model.mixer_catalog import MIXERS
+from model.mixer_catalog import sized_kinds
 from train.cli.rules import config_mistakes
 from train.config import Config, DcnConfig, MeshConfig, TrainConfig
 from train.core.layout import batch_shards
@@ -34,19 +34,24 @@ _DISPENSABLE = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
 _DIRECTED = ("context", "pipeline")
 # The size of each key that depends on no other. If it breaks a rule, a multiple is
 # tried.
-SIZES = {
+_SIZES = {
     "model.embed_dim": 32,
     "model.mlp_dim": 48,
     "model.expert_dim": 24,
     "model.shared_experts": 1,
-    **{
-        f"model.{key}": size
-        for kind in MIXERS.values()
-        for key, size in kind.small_sizes.items()
-    },
 }
 
 Changes = dict[str, Any]  # Values by their full key.
+
+
+def small_sizes(model: ModelConfig) -> dict[str, int]:
+    """Return the sizes that are tried first, by key, with those of its parts."""
+    own = {
+        f"model.{key}": size
+        for kind in sized_kinds(model)
+        for key, size in kind.small_sizes.items()
+    }
+    return _SIZES | own
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ class Shrunk:
             for kv_heads in (min(2, model.kv_heads), 4, 8)
             if kv_heads <= model.kv_heads
         ]
-        for key, size in SIZES.items():
+        for key, size in small_sizes(model).items():
             full_size = attrgetter(key)(self.full) or 0
             sizes = (size * factor for factor in (1, 2, 3, 4, 8))
             yield [{key: size} for size in sizes if size < full_size]

@@ -27,7 +27,7 @@ from model.config import ModelConfig
 from model.execution import Execution, Numerics
 from model.execution_parts import ExecutionParts
 from model.gather import AxisSteps
-from model.mixer_catalog import MIXERS
+from model.mixer_catalog import kinds_of
 from model.placement import Placement
 from model.products import Quantization
 from train.config import Config, MomentDtype, Remat
@@ -222,7 +222,7 @@ class ExecutionChoice:
         length = self.config.data.sequence_length
         pieces = 2 * devices
         for mixer in dict.fromkeys(model.mixers):
-            least_piece = MIXERS[mixer].least_piece
+            least_piece = kinds_of(model)[mixer].least_piece
             if least_piece is None:
                 continue
             least = least_piece(model)

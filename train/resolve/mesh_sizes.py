@@ -9,8 +9,9 @@ from typing import Any
 from data.errors import Mistake
 from model.choices import Mlp
 from model.config import ModelConfig
-from model.mixer_catalog import MIXERS
+from model.mixer_catalog import kinds_of
 from model.mixer_kind import SharedDim
+from model.mlp_kind import mlp_dims, mlps_of
 from model.pattern import segments_of
 from train.config import (
     MESH_AXES,
@@ -141,12 +142,13 @@ def check_dims(model: ModelConfig, mesh: MeshConfig, sizes: Mapping[str, int]) -
     mistakes = list[Mistake]()
     dims = [SharedDim("embed", "embed_dim", model.embed_dim)]
     for mixer in dict.fromkeys(model.mixers):
-        dims += MIXERS[mixer].dims(model)
+        dims += kinds_of(model)[mixer].dims(model)
     if model.mlp is Mlp.moe:
         dims.append(SharedDim("experts", "num_experts", model.num_experts))
         dims.append(SharedDim("mlp", "expert_dim", model.expert_size))
     else:
-        dims.append(SharedDim("mlp", "mlp_dim", model.mlp_size))
+        mlp = mlps_of(model).get(model.mlp)
+        dims += mlp_dims(model) if mlp is None else mlp.dims(model)
     for axis, field, size in dict.fromkeys(dims):
         # The heads of activations are sharded too.
         tables = ["params", "activations"] if "heads" in axis else ["params"]

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -12,9 +13,10 @@ from model.config import ModelConfig
 from train.config import MomentDtype, OptimizerConfig, ScheduleConfig
 from train.core.optimizer.moments import MomentStorage
 from train.core.optimizer.parts import OptimizerParts, RuleInputs, UpdateRule
-from train.core.optimizer.rates import ParamRates, parameter_rates
+from train.core.optimizer.rates import ParamRates, parameter_rates, with_rates
 from train.core.optimizer.schedule import make_schedule
 from train.core.optimizer.update import Optimizer
+from train.own_parts import Chosen, chosen_part
 
 
 def make_optimizer(
@@ -51,7 +53,8 @@ def make_optimizer(
     Raises:
         ConfigError: a group of `optimizer.groups` has no parameter.
     """
-    rule = parts.rules[config.name]
+    own = chosen_part(config, "name")
+    rule = parts.rules[config.name] if own is None else _own_rule(own)
     config = parts.fit_to_length(config, num_steps)
     factors = parts.transfer_factors(config, model, infos, rule.width_exponent(config))
     rates = parameter_rates(
@@ -90,6 +93,17 @@ def make_optimizer(
         update_layers=update_layers,
         clip_scores=clip_scores,
     )
+
+
+def _own_rule(own: Chosen) -> UpdateRule:
+    """Return the rule of an optimizer that a user has added."""
+
+    def make_transform(
+        config: OptimizerConfig, inputs: RuleInputs
+    ) -> optax.GradientTransformation:
+        return with_rates(own.part.make(own.values), inputs.rates)
+
+    return UpdateRule(make_transform)
 
 
 def _may_overflow(max_direction: float | None, rates: Collection[ParamRates]) -> bool:

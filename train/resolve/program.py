@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from data.batch import Batch
 from data.config import DataConfig
 from data.errors import Mistake
-from model.catalog import MODEL_PARTS
+from model.catalog import parts_of
 from model.choices import Position
 from model.execution import Execution
 from model.gpt import GPT, abstract_gpt, params_of
@@ -29,6 +29,7 @@ from train.errors import ConfigError, check_all
 from train.hardware.collective_steps import collective_steps
 from train.losses.catalog import make_loss
 from train.optimizers.catalog import OPTIMIZERS
+from train.own_parts import added_metrics, check_added_parts
 from train.resolve.execution import ExecutionChoice
 from train.resolve.mesh import Device, make_mesh
 from train.resolve.mesh_sizes import (
@@ -79,6 +80,7 @@ def recipe_of(train: TrainConfig) -> Recipe:
         predict_ahead_weight=train.predict_ahead_weight,
         predict_ahead_later_weight=train.predict_ahead_later_weight,
         predict_ahead_later_step=train.predict_ahead_later_step,
+        metrics=tuple((m.name, m.compute) for m in added_metrics(train)),
     )
 
 
@@ -129,7 +131,9 @@ def make_program(
     data = config.data
     train = config.train
     sizes = least_sizes(config.mesh, len(devices))
-    model = abstract_gpt(config.model, MODEL_PARTS)
+    check_added_parts(config.model, train)
+    parts = parts_of(config.model)
+    model = abstract_gpt(config.model, parts)
     infos = param_infos(model)
     choice = ExecutionChoice(config, device, sizes)
     layout, execution = _lay_out(choice, devices, model, infos)
@@ -154,13 +158,13 @@ def make_program(
         config=config,
         pipeline=pipeline_of(config.mesh, train, sizes["pipeline"]),
         model=model,
-        parts=MODEL_PARTS,
+        parts=parts,
         infos=infos,
         layout=layout,
         execution=execution,
         recipe=recipe,
         optimizer=optimizer,
-        state=sharded_state(model, MODEL_PARTS, layout, optimizer, recipe),
+        state=sharded_state(model, parts, layout, optimizer, recipe),
         batch=_abstract_batch(data, layout.batch_sharding),
         seed=config.seed,
         compiler_options=compiler_options(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from data.errors import Mistake
-from model.catalog import MODEL_PARTS
+from model.catalog import parts_of
 from model.config import ModelConfig
 from model.gpt import abstract_gpt, params_of
 from model.params import named
@@ -27,10 +27,12 @@ from train.run.starts import (
     is_recorded,
     newest_described_config,
     newest_start,
+    other_file_mistake,
     read_results,
     yaml_value,
 )
 from train.run.this_start import ThisStart
+from train.run.versions import own_file_version
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ def compare_with_run(start: ThisStart) -> Continuation:
     skip_batches = config.data.skip_batches
     original = first_config(path)
     last_start = newest_start(path)
+    _check_own_file(path, last_start.get("own_file"))
     saved_config, description = newest_described_config(path, last_start.get("run_id"))
     run_id = last_start.get("run_id") or description.get("run_id") or uuid.uuid4().hex
     interval = config.checkpoint.save_interval_steps
@@ -136,6 +139,21 @@ def compare_with_run(start: ThisStart) -> Continuation:
         finished=finished,
         evidence=evidence,
     )
+
+
+def _check_own_file(path: epath.Path, recorded: Mapping[str, str] | None) -> None:
+    """Compare the user's own file that started a run with that of this process.
+
+    Raises:
+        ConfigError: the run was started by another file.
+    """
+    own = own_file_version()
+    if recorded is None:
+        return
+    if own is None or own["name"] != recorded["name"]:
+        raise ConfigError([other_file_mistake(str(path), recorded)])
+    if own != recorded:
+        log.warning("%s differs from the file that the run was started by", own["name"])
 
 
 def check_changes(
@@ -213,7 +231,7 @@ def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
     saved_shapes, wanted_shapes = (
         {
             name: leaf.shape
-            for name, leaf in named(params_of(abstract_gpt(model, MODEL_PARTS)))
+            for name, leaf in named(params_of(abstract_gpt(model, parts_of(model))))
         }
         for model in (saved, wanted)
     )

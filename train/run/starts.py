@@ -9,6 +9,8 @@ a start may continue.
 """
 
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from etils import epath
 from data.config import DataConfig
 from data.errors import DataError, Mistake
 from data.names import numbers_in
+from data.program import own_file
 from data.sources import Sources
 from data.storage import StorageError
 from train.cli.schema import read_yaml
@@ -35,7 +38,7 @@ _START_REMEDY = (
     "Put it back from a copy of the run. If there is none, delete it: then the record "
     "of the previous start counts, and the changes of this one must be given again."
 )
-_START_TYPES = {"changes": dict, "data_fingerprints": dict}
+_START_TYPES = {"changes": dict, "data_fingerprints": dict, "own_file": dict}
 _START_TYPES |= {"schedule_steps": int, "step": int}
 _RESULTS_REMEDY = (
     "It counts as missing, so the next start of the run scores its last checkpoint "
@@ -184,19 +187,48 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
     return folder
 
 
-def read_run(directory: str | None, step: int | None = None) -> Config:
+def read_run(
+    directory: str | None,
+    step: int | None = None,
+    schema: type[Config] | None = None,
+) -> Config:
     """Return the config of the last start, or of the last that can have trained `step`.
 
+    `schema` is that of `read_yaml`.
+
     Raises:
-        ConfigError: run.dir is missing or holds no run.
+        ConfigError: run.dir is missing or holds no run, or the run has parts that
+            `schema` lacks.
     """
     if not directory:
         rule = "must name the directory of a run, say run.dir=runs/base"
         raise ConfigError([Mistake("run.dir", directory, rule)])
     folder = existing_run(directory)
-    changes = newest_start(folder, step).get("changes", {})
-    config = read_yaml(folder / "config.yaml", changes=changes)
+    start = newest_start(folder, step)
+    with needing_parts(start, directory):
+        config = read_yaml(folder / "config.yaml", schema, start.get("changes", {}))
     return replace(config, run=replace(config.run, dir=directory))
+
+
+@contextmanager
+def needing_parts(start: Mapping[str, Any], directory: str) -> Iterator[None]:
+    """Turn a failure to read a config into the mistake of a command without its parts.
+
+    `start` is the record of a start of the run in the directory.
+    """
+    try:
+        yield
+    except ConfigError:
+        if (own := start.get("own_file")) and own_file() is None:
+            raise ConfigError([other_file_mistake(directory, own)]) from None
+        raise
+
+
+def other_file_mistake(directory: str, own: Mapping[str, str]) -> Mistake:
+    """Return the mistake of a command that lacks the file with a run's parts."""
+    rule = f"was started by {own['name']}, which adds parts of its own. Use it for all "
+    rule += f"commands on this run: python {own['name']} <command> ..."
+    return Mistake("run.dir", directory, rule)
 
 
 def read_results(path: epath.Path) -> dict[str, Any]:

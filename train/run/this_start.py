@@ -8,20 +8,20 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import yaml
 from etils import epath
 
+from data.program import PREFIX, ROOT
 from data.sources import Sources
 from data.storage import write_atomically
 from train.cli.schema import config_yaml
 from train.config import Config
 from train.identity import config_differences
 from train.run.starts import first_config, yaml_value
-from train.run.versions import versions
+from train.run.versions import own_file_version, versions
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class ThisStart:
             "git_commit": _git_commit(),
             "python": platform.python_version(),
             "versions": versions(),
+            "own_file": own_file_version(),
             "mesh": json.loads(json.dumps(asdict(config.mesh))),  # enums become strings
         }
         write_atomically(path / "starts" / f"{number}.yaml", yaml.safe_dump(record))
@@ -102,8 +103,10 @@ Begin = Callable[[ThisStart, Callable[[], object]], None]
 
 
 def _git_commit() -> str | None:
+    if PREFIX:  # A repository around an installed copy is another project's.
+        return None
     describe = ["describe", "--always", "--dirty", "--abbrev=40"]
-    command = ["git", "-C", str(Path(__file__).parents[1]), *describe]
+    command = ["git", "-C", str(ROOT), *describe]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):

@@ -5,6 +5,8 @@ import importlib.metadata
 from collections.abc import Iterable
 from pathlib import Path
 
+from data.program import own_file
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "longhaul")
 
 
@@ -17,6 +19,15 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             version_numbers[package] = "not installed"
     return version_numbers
+
+
+def own_file_version() -> dict[str, str] | None:
+    """Return the name and the hash of the user's own file that started this process."""
+    file = own_file()
+    if file is None:
+        return None
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    return {"name": file.name, "sha256": digest}
 
 
 def code_version() -> str:

@@ -16,9 +16,9 @@ from typing_extensions import Doc
 from data.config import Seed
 from data.errors import Mistake
 from data.storage import check_regular, is_remote
-from train.cli.command import run_command
+from train.cli.command import Command, run_command
 from train.cli.rules import must_name_run
-from train.config import Count, NotNegative, RunConfig, RuntimeConfig, Step
+from train.config import Config, Count, NotNegative, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError, writing
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ _COMPILE_EVENTS = (
 @dataclass(frozen=True)
 class SampleConfig:
     """Keys of `python -m train.sample`. The run's config.yaml gives all others."""
+
+    run_schema = Config  # with the keys of parts that a user has added
 
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -122,7 +124,9 @@ def main(config: SampleConfig) -> int:
     from train.sample.generate import Sampling
     from train.sample.prompts import continue_rows, prompt_rows
 
-    program, sources, _, params = load_run(config.run, config.runtime, config.step)
+    program, sources, _, params = load_run(
+        config.run, config.runtime, config.step, schema=config.run_schema
+    )
     encoding = sources.encoding
     beginning = beginning_of(program.config.data, encoding)
     if "" in prompts and not sources.has_many_documents:
@@ -249,5 +253,7 @@ def chat(continue_prompts: Continue, text: str, seed: int) -> Iterator[str]:
         yield continuation
 
 
+COMMAND = Command(main, "sample", SampleConfig, sample_mistakes)
+
 if __name__ == "__main__":
-    run_command(main, "sample", SampleConfig, sample_mistakes)
+    run_command(COMMAND)

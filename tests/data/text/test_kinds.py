@@ -17,11 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-import data.text.streams
 from data.catalog import FORMATS
 from data.config import FormatName
 from data.errors import DataError
-from data.text import json_formats
+from data.text import json_formats, streams
 from data.text.documents import read_documents
 from data.text.files import Format, units_of
 from data.text.kinds import Refusal, recognize
@@ -338,7 +337,7 @@ def test_windows_of_zstd_up_to_2_gib_are_read(tmp_path, log):
 
 
 def test_a_window_that_needs_too_much_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.text.streams, "available_memory", lambda: 2**30)
+    monkeypatch.setattr(streams, "available_memory", lambda: 2**30)
     for log in (17, 27, 30):
         (tmp_path / "a.zst").write_bytes(frame_of_zstd(b"text", log))
         recognize(named_file(tmp_path / "a.zst"), ReadSettings(), FORMATS)

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data.text.files
-import data.text.streams
 from data.errors import DataError
 from data.splits import SPLITS
+from data.text import files, streams
 from data.text.corpus import Corpus
 from data.text.documents import read_documents
 from data.text.files import Unit, units_of
@@ -37,7 +36,7 @@ def test_units_give_each_line_once_in_order(lines, unit_bytes, limit):
     with tempfile.TemporaryDirectory() as folder:
         file = write_file(Path(folder), "a.jsonl", b"\n".join(lines))
         expected = list(read_documents(Unit(file), settings))
-        with mock.patch.object(data.text.files, "UNIT_BYTES", unit_bytes):
+        with mock.patch.object(files, "UNIT_BYTES", unit_bytes):
             assert len(units_of(file)) == max(1, -(-file.size // unit_bytes))
             assert read_file(file, settings) == expected
 
@@ -63,8 +62,8 @@ def test_units_of_a_text_add_up_to_the_text(unit_folder, text, size):
     settings = ReadSettings(keep_invalid_utf8=not valid)
     records_by_name = {}
     with (
-        mock.patch.object(data.text.files, "UNIT_BYTES", size[0]),
-        mock.patch.object(data.text.streams, "CUT_WINDOW", size[1]),
+        mock.patch.object(files, "UNIT_BYTES", size[0]),
+        mock.patch.object(streams, "CUT_WINDOW", size[1]),
     ):
         for name in ("a.txt", "a.txt.gz"):
             file = write_file(unit_folder, name, compress(name, text))
@@ -89,8 +88,8 @@ def test_a_single_text_is_divided_with_each_byte_in_one_split(
 ):
     settings = ReadSettings(keep_invalid_utf8=True)
     with (
-        mock.patch.object(data.text.files, "UNIT_BYTES", size[0]),
-        mock.patch.object(data.text.streams, "CUT_WINDOW", size[1]),
+        mock.patch.object(files, "UNIT_BYTES", size[0]),
+        mock.patch.object(streams, "CUT_WINDOW", size[1]),
     ):
         pieces = []
         for name in ("a.txt", "a.txt.zst"):

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import data.text.files
-import data.token_store.encode
 from data.catalog import FORMATS
 from data.errors import DataError
 from data.prepare_config import PrepareConfig
 from data.splits import SPLITS
+from data.text import files
+from data.token_store import encode
 from data.token_store.build import prepare_store
 from data.token_store.store import Store
 
@@ -56,8 +56,8 @@ def config(records: Path, tmp_path: Path) -> PrepareConfig:
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make tasks of a few hundred bytes, so that this process sends many to workers."""
-    monkeypatch.setattr(data.token_store.encode, "_TASK_BYTES", 1000)
-    monkeypatch.setattr(data.text.files, "UNIT_BYTES", 700)
+    monkeypatch.setattr(encode, "_TASK_BYTES", 1000)
+    monkeypatch.setattr(files, "UNIT_BYTES", 700)
 
 
 def content_of(folder: Path | str) -> dict[str, bytes]:

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import data.token_store.build
-import data.token_store.encode
 from data.catalog import FORMATS
 from data.config import OnError
+from data.program import PREFIX
 from data.splits import SPLITS
+from data.token_store import build, encode
 from data.token_store.build import prepare_store
 from data.token_store.layout import MANIFEST
 from data.token_store.parts import split_of
@@ -26,6 +26,7 @@ from tests.data.token_store.preparations import (
     some_texts,
 )
 from tests.fleet import REPOSITORY
+from tests.program import module_option
 
 records = preparations.records
 config = preparations.config
@@ -111,14 +112,14 @@ def test_parts_are_not_made_twice(config, records, tmp_path, small_tasks, monkey
     assert len(parts) > 20
     parts.remove(missing_part := min(parts))
     missing_part.unlink()
-    write = data.token_store.encode.created_atomically
+    write = encode.created_atomically
     paths = []
 
     def record_path(path: Path) -> contextlib.AbstractContextManager[Path]:
         paths.append(path)
         return write(path)
 
-    monkeypatch.setattr(data.token_store.encode, "created_atomically", record_path)
+    monkeypatch.setattr(encode, "created_atomically", record_path)
     store = prepare_store(dataclasses.replace(config, on_error=OnError.skip), FORMATS)
     assert store.manifest["skipped_records"] == 1
     assert missing_part in paths
@@ -176,7 +177,7 @@ def test_a_full_disk_is_reported(config, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", raise_disk_full)
         refuse(config, r"cannot be written \(.*No space left.*Free space")
-    monkeypatch.setattr(data.token_store.build, "write_store", raise_disk_full)
+    monkeypatch.setattr(build, "write_store", raise_disk_full)
     refuse(config, r"store: cannot be written \(.*No space left.*Free space")
 
 
@@ -186,7 +187,7 @@ def test_the_memory_for_long_windows_limits_the_workers(
     """Three workers do not have the memory for a window of 1 GiB."""
     frame = frame_of_zstd(b'{"text": "a"}\n', 30)
     (records / "sub/e.jsonl.zst").write_bytes(frame)
-    monkeypatch.setattr(data.token_store.build, "available_memory", lambda: 4 << 30)
+    monkeypatch.setattr(build, "available_memory", lambda: 4 << 30)
     prepare_store(dataclasses.replace(config, workers=3), FORMATS)
     assert "e.jsonl.zst: decompressing it needs 1.0 GiB of memory" in caplog.text
     assert "at most 2 workers" in caplog.text
@@ -194,15 +195,15 @@ def test_the_memory_for_long_windows_limits_the_workers(
 
 def test_the_command_prepares_a_store(config, tmp_path):
     def prepare(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "data.prepare", f"input={config.input}"]
-        return subprocess.run(
-            [*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True
-        )
+        command = [sys.executable, *module_option("data.prepare")]
+        command += [f"input={config.input}", *arguments]
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
     output = f"output={tmp_path}/door"
     first = prepare(output, "validation=0.1", "workers=2")
     assert first.returncode == 0, first.stderr
-    assert f"python -m train data=tokens data.path={tmp_path}/door" in first.stdout
+    next_command = f"python -m {PREFIX}train data=tokens data.path={tmp_path}/door"
+    assert next_command in first.stdout
     prepare_store(config, FORMATS)
     assert content_of(tmp_path / "door") == content_of(tmp_path / "store")
     second = prepare(output, "validation=0.1")

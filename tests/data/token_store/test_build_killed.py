@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-import data.token_store.build
 from data.catalog import FORMATS
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.prepare_config import PrepareConfig
+from data.token_store import build
 from data.token_store.build import prepare_store
 from data.token_store.layout import MANIFEST
 from data.token_store.store import open_store
@@ -32,6 +32,7 @@ from tests.data.token_store.preparations import (
     write_lines,
 )
 from tests.fleet import REPOSITORY
+from tests.program import program_code
 
 records = preparations.records
 config = preparations.config
@@ -57,19 +58,17 @@ def test_a_worker_that_dies_is_reported(config, small_tasks, monkeypatch):
     assert prepare_store(config, FORMATS).num_tokens("train")
 
 
-SMALL = """
+SMALL = program_code("""
 import pickle, sys
-import data.text.files, data.token_store.build, data.token_store.encode
-import data.token_store.layout, data.token_store.local_shards
-import data.token_store.reader, data.token_store.writer
 from data.catalog import FORMATS
-data.token_store.encode._TASK_BYTES = data.text.files.UNIT_BYTES = 40_000
-stores = data.token_store
-for module in (stores.layout, stores.writer, stores.reader, stores.local_shards):
+from data.text import files
+from data.token_store import build, encode, layout, local_shards, reader, writer
+encode._TASK_BYTES = files.UNIT_BYTES = 40_000
+for module in (layout, writer, reader, local_shards):
     module.CHUNK_LENGTH, module.SHARD_LENGTH = 2**12, 2**15
 config = pickle.loads(bytes.fromhex(sys.argv[1]))
-data.token_store.build.prepare_store(config, FORMATS)
-"""
+build.prepare_store(config, FORMATS)
+""")
 
 
 def start_process(arguments: list[str]) -> subprocess.Popen:
@@ -166,7 +165,7 @@ def test_a_killed_preparation_does_not_block_other_settings(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(data.token_store.build, "write_store", die)
+        patch.setattr(build, "write_store", die)
         with pytest.raises(KeyboardInterrupt):
             prepare_store(config, FORMATS)
     with pytest.raises(DataError, match=r"manifest\.json: is not there"):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import data.token_store.reader
 from data.catalog import FORMATS
 from data.errors import DataError
+from data.token_store import reader
 from data.token_store.build import prepare_store
 from data.token_store.store import open_store
 from tests.data.token_store import preparations
@@ -78,8 +78,8 @@ class Ranges(http.server.SimpleHTTPRequestHandler):
 def test_a_store_is_read_over_http(config, tmp_path, monkeypatch):
     local_store = prepare_store(config, FORMATS)
     Path(local_store.path, "nothing").mkdir()
-    monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
-    monkeypatch.setattr(data.token_store.reader, "OFFSETS_LIMIT", 0)
+    monkeypatch.setattr(reader, "MEMORY_LIMIT_BYTES", 0)
+    monkeypatch.setattr(reader, "OFFSETS_LIMIT", 0)
     handler = functools.partial(Ranges, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

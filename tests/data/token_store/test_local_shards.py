@@ -10,10 +10,9 @@ import google_crc32c
 import numpy as np
 import pytest
 
-import data.token_store.local_shards
-import data.token_store.reader
 from data.catalog import text_store
 from data.errors import DataError
+from data.token_store import local_shards, reader
 from data.token_store.local_shards import LocalShards
 from data.token_store.store import Store
 
@@ -21,7 +20,7 @@ from data.token_store.store import Store
 @pytest.fixture
 def store(config, small_chunks, monkeypatch) -> Store:
     """Return a store of some 900 tokens in 4 shards of 4 chunks, read from disk."""
-    monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
+    monkeypatch.setattr(reader, "MEMORY_LIMIT_BYTES", 0)
     return text_store(config)
 
 
@@ -50,7 +49,7 @@ def test_missing_values_are_named_by_their_file(store, damage):
     spans = np.array([10, 2 * 256 + 70]), np.array([5, 5])
     assert [len(values) for values in tokens.gather(*spans)] == [5, 5]
     if damage != "cut while open":
-        data.token_store.local_shards._open_shard.cache_clear()
+        local_shards._open_shard.cache_clear()
     file = Path(store.path, "train/tokens/c/2")
     content = file.read_bytes()
     if damage == "cut while open":
@@ -82,10 +81,8 @@ def test_a_read_that_fails_is_tried_through_tensorstore(store, monkeypatch, capl
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 def test_the_number_of_open_files_is_limited(store, monkeypatch):
-    open_shard = functools.lru_cache(2)(
-        data.token_store.local_shards._open_shard.__wrapped__
-    )
-    monkeypatch.setattr(data.token_store.local_shards, "_open_shard", open_shard)
+    open_shard = functools.lru_cache(2)(local_shards._open_shard.__wrapped__)
+    monkeypatch.setattr(local_shards, "_open_shard", open_shard)
     shards = shards_of(store)
     previous_files = open_files(store)
     for start in (10, 300, 600, 10):

@@ -10,13 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data.token_store.layout
-import data.token_store.local_shards
-import data.token_store.reader
-import data.token_store.writer
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.splits import SPLITS
+from data.token_store import layout, local_shards, reader, writer
 from data.token_store.layout import ARRAYS
 from data.token_store.parts import SegmentSplit, StoreSegment
 from data.token_store.reader import TokenArray
@@ -58,10 +55,10 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
     small = {"CHUNK_LENGTH": chunk, "SHARD_LENGTH": 4 * chunk}
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.multiple(data.token_store.layout, **small),
-        mock.patch.multiple(data.token_store.writer, **small),
-        mock.patch.multiple(data.token_store.reader, **small),
-        mock.patch.multiple(data.token_store.local_shards, **small),
+        mock.patch.multiple(layout, **small),
+        mock.patch.multiple(writer, **small),
+        mock.patch.multiple(reader, **small),
+        mock.patch.multiple(local_shards, **small),
     ):
         storage = KeyValueStore(folder)
         segments = segments_of(ends, cuts)
@@ -69,7 +66,7 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
         arrays = []
         for limit, offsets_limit in ((2**30, 0), (0, 2**30), (0, 0), (0, 0)):
             limits = {"MEMORY_LIMIT_BYTES": limit, "OFFSETS_LIMIT": offsets_limit}
-            with mock.patch.multiple(data.token_store.reader, **limits):
+            with mock.patch.multiple(reader, **limits):
                 arrays.append(TokenArray(storage, "train", len(lengths), total))
         assert [array.in_memory for array in arrays] == [True, False, False, False]
         assert {*arrays[2]._local} >= {"tokens", "offsets"}

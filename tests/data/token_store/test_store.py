@@ -9,19 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data.token_store.build
-import data.token_store.writer
 from data.catalog import text_store
 from data.config import FormatName
 from data.errors import DataError
 from data.splits import SPLITS
+from data.token_store import build, encode, writer
 from data.token_store.layout import ARRAYS, MANIFEST
 from data.token_store.store import open_store
 from tests.data.token_store.preparations import documents_of
 
 
 def test_progress_is_reported_while_text_is_encoded(config, monkeypatch):
-    monkeypatch.setattr("data.token_store.encode._TASK_BYTES", 1000, raising=True)
+    monkeypatch.setattr(encode, "_TASK_BYTES", 1000)
     calls = []
     text_store(config, lambda: calls.append(1))
     assert len(calls) > 2
@@ -59,7 +58,7 @@ def test_a_single_file_has_no_end_token_inside(config, tmp_path, text):
 def test_a_store_is_built_once(config, folder, monkeypatch):
     store = text_store(config)
     with monkeypatch.context() as patch:
-        patch.setattr(data.token_store.build, "write_store", None)
+        patch.setattr(build, "write_store", None)
         assert text_store(config).path == store.path
     (folder / "00.txt").write_bytes(b"longer")
     changed = text_store(config)
@@ -84,12 +83,12 @@ def test_a_cache_that_cannot_be_written_is_named(config, folder):
 
 def test_an_interrupted_preparation_is_done_again(config, monkeypatch):
     def die(*arguments):
-        data.token_store.writer.write_store(*arguments)
+        writer.write_store(*arguments)
         arguments[0].write(MANIFEST, None)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(data.token_store.build, "write_store", die)
+        patch.setattr(build, "write_store", die)
         with pytest.raises(KeyboardInterrupt):
             text_store(config)
     assert not list(Path(config.cache_dir).iterdir())
@@ -119,16 +118,12 @@ def test_a_slower_process_takes_the_faster_ones_store(config, monkeypatch):
     first_status = []
 
     def write_second(*arguments):
-        data.token_store.writer.write_store(*arguments)
+        writer.write_store(*arguments)
         with monkeypatch.context() as patch:
-            patch.setattr(
-                data.token_store.build,
-                "write_store",
-                data.token_store.writer.write_store,
-            )
+            patch.setattr(build, "write_store", writer.write_store)
             first_status.append(Path(text_store(config).path, "manifest.json").stat())
 
-    monkeypatch.setattr(data.token_store.build, "write_store", write_second)
+    monkeypatch.setattr(build, "write_store", write_second)
     store = text_store(config)
     assert Path(store.path, "manifest.json").stat().st_ino == first_status[0].st_ino
     assert len(list(Path(config.cache_dir).iterdir())) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.config.clusters import Code
-from launch.job import Job
+from launch.job import Job, start_words
 from launch.remote import ssh, tpu_vm
 from tests.launch.hostile import VALUES, argument_printer, printed, program
 from tests.launch.remote.stage import SSH, TPU, until
@@ -46,7 +46,9 @@ def test_hostile_values_arrive_verbatim(tmp_path, backend, cluster, python):
     argument_printer(tmp_path / "bin", python)
     assert run_here(tmp_path, backend.render(job, cluster).files["run.sh"]) == "0"
     words = printed(tmp_path / "bin")[-1]
-    assert words[words.index("train") - 2 :] == ["-P", "-m", "train", *overrides]
+    start = start_words("train", "python", cluster.code)[1:]
+    expected = [*start, *overrides]
+    assert words[-len(expected) :] == expected
     assert ("docker" in words) == (cluster.code is Code.image)
 
 

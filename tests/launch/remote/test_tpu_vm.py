@@ -18,6 +18,7 @@ from tests.launch import fake_gcloud
 from tests.launch.hostile import argument_printer, printed
 from tests.launch.kinds import TPU_VM
 from tests.launch.remote.stage import TPU, TpuStage, interrupt, until
+from tests.program import module_option
 from train.errors import Exit
 
 STAGES = (TpuStage,)
@@ -171,7 +172,7 @@ def test_the_archive_is_copied_to_every_vm(stage):
     argument_printer(run.fake / "bin", "trainer")
     assert supervise.submitted_hosts(submission).begin(Wait(), watch_running=False)
     until((run.fake / "bin/arguments.jsonl").exists)
-    train = ["trainer", "-P", "-m", "train"]
+    train = ["trainer", "-P", *module_option("train")]
     expected = ["./unpack.py", "./code.tar.gz", "--", *train]
     assert printed(run.fake / "bin")[0] == expected
     for vm in ("0-w-0", "1-w-1"):

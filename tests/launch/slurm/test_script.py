@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import supervisor
 from launch.config import SlurmCluster
 from launch.job import Job, shell
 from launch.policy import Verdict, backoff, judge
@@ -15,6 +16,7 @@ from launch.supervisor import Supervisor, describe_attempts
 from tests.launch.hostile import VALUES, argument_printer, printed
 from tests.launch.kinds import Played
 from tests.launch.slurm_stubs import SCONTROL, SRUN, Stubs
+from tests.program import module_option
 from train.cli.quoting import hydra_text
 
 
@@ -87,8 +89,8 @@ def random_attempts(seed: int):
 def test_the_script_counts_restarts_as_the_supervisor_does(
     stubs, tmp_path, monkeypatch, attempts, max_restarts
 ):
-    monkeypatch.setattr("launch.supervisor._PAUSE_S", 0.0)
-    monkeypatch.setattr("launch.supervisor._OWNED_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervisor, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervisor, "_OWNED_PAUSE_S", 0.0)
     expected = run_supervisor(attempts, max_restarts, tmp_path)
     text = render_script(tmp_path, 1, max_restarts=max_restarts, backoff_s=0.0)
     for number, (codes, step) in enumerate(attempts, start=1):
@@ -236,7 +238,7 @@ def test_values_arrive_verbatim(stubs, tmp_path):
     script = slurm.render(job, SlurmCluster(python="python", container_image="a:b c"))
     result = stubs.run(script.files["job.sh"])
     assert result.returncode == 0, result.stderr
-    assert printed(stubs.bin) == [["-P", "-m", "train", *overrides]]
+    assert printed(stubs.bin) == [["-P", *module_option("train"), *overrides]]
     assert (Path(folder) / "attempts.jsonl").exists()
     assert script.command[3] == f"--output={folder.replace('%', '%%')}/job.log"
     argument_printer(stubs.folder / "sbatch", "sbatch")

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from tests.fleet import REPOSITORY
-from train.cli.command import run_command
+from tests.program import program_code
+from train.cli.command import Command, run_command
 
 PROGRAM = """
 import os, sys
-from train.cli.command import run_command, config_yaml
+from train.cli.command import Command, run_command, config_yaml
 from train.config import Config
 from train.errors import ConfigError
 from data.errors import DataError, Mistake
@@ -35,7 +36,7 @@ def main(config: Config) -> int:
     return 42 if config.seed == 42 else 0
 
 if __name__ == "__main__":
-    run_command(main, "train", outcome=lambda config: ("runs/x", 1.5))
+    run_command(Command(main, outcome=lambda config: ("runs/x", 1.5)))
 """
 Result = subprocess.CompletedProcess[str]
 
@@ -53,7 +54,7 @@ def here(tmp_path: Path, monkeypatch) -> Iterator[Path]:
 def process(here: Path) -> Callable[..., Result]:
     """Return a function that runs the program in its own process."""
     (here / "code").mkdir()
-    (here / "code" / "program.py").write_text(PROGRAM)
+    (here / "code" / "program.py").write_text(program_code(PROGRAM))
     path = os.pathsep.join([str(REPOSITORY), str(here / "code")])
     return lambda *arguments: subprocess.run(
         [sys.executable, "-m", "program", *arguments],
@@ -67,14 +68,15 @@ def process(here: Path) -> Callable[..., Result]:
 def run(here: Path, monkeypatch, capsys) -> Callable[..., Result]:
     """Return a function that runs the program, or another command, in this process."""
     program = dict[str, Any](__name__="program")
-    exec(PROGRAM, program)
+    exec(program_code(PROGRAM), program)
 
     def run_here(
         *arguments: str, command: tuple[Any, ...] = (program["main"],)
     ) -> Result:
         monkeypatch.setattr(sys, "argv", ["program", *arguments])
+        choices = command[4] if command[4:] else []
         with pytest.raises(SystemExit) as exit_:
-            run_command(*command)
+            run_command(Command(*command[:4], default_choices=lambda _: choices))
         code = exit_.value.code or 0
         assert isinstance(code, int)
         return Result([], code, *capsys.readouterr())

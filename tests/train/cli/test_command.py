@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from tests.fleet import REPOSITORY
+from data.program import FOLDER, shown_command
 from tests.train.cli.conftest import entry
 from train.cli.rules import must_name_run
 from train.sample.__main__ import SampleConfig
@@ -87,7 +87,7 @@ def test_commands_on_a_run(run):
     result = run("run.name=r", "prompt='a b'", command=command)
     assert result.returncode == 0
     assert result.stdout.startswith("SampleConfig")
-    assert "python -m train.sample" in run("--help", command=command).stdout
+    assert shown_command("train.sample") in run("--help", command=command).stdout
     result = run("top_k=x", "model=gpt_nano", command=command)
     assert result.returncode == 78
     for key in ("top_k", "model", "run.dir"):
@@ -109,7 +109,7 @@ def test_several_trackers_are_chosen_at_once(run):
 
 def test_hydra_and_omegaconf_stay_where_they_belong():
     for package in ("train", "model", "data"):
-        for path in (REPOSITORY / package).rglob("*.py"):
+        for path in (FOLDER / package).rglob("*.py"):
             text = path.read_text()
             mentions = "omegaconf" in text or "import hydra" in text
             assert not mentions or path.parent.name == "cli", path

@@ -5,8 +5,8 @@ from dataclasses import fields
 
 import pytest
 
+from data.program import FOLDER, shown_command
 from launch.config import schema_of
-from tests.fleet import REPOSITORY
 from tests.train.cli.commands import COMMANDS
 from train.cli.hints import bare_type, keys_of, meaning_of, type_of
 from train.config import Config
@@ -55,7 +55,7 @@ def test_each_key_is_listed_with_its_sentence(shown, name):
             preceding_text, match, _ = text.partition(f" {meaning} ")
             assert match, key
             assert f" {key}" in preceding_text
-    assert ("python -m train --help lists the keys" in text) is extends
+    assert (f"{shown_command('train')} --help lists the keys" in text) is extends
 
 
 def test_entries_of_tables_and_lists_are_listed(shown):
@@ -96,10 +96,10 @@ def test_defaults_are_those_of_the_commands_presets(shown):
 def test_help_begins_with_the_essentials(shown, run):
     head = run("--help").stdout.partition("\nKeys, ")[0]
     assert len(head.splitlines()) <= 50
-    for text in ("python -m train ", "mesh: auto, ddp", "Examples:"):
+    for text in (f"{shown_command('train')} ", "mesh: auto, ddp", "Examples:"):
         assert text in head
     assert "cluster:" not in head
-    commands = {path.stem for path in (REPOSITORY / "configs").glob("*.yaml")}
+    commands = {path.stem for path in (FOLDER / "configs").glob("*.yaml")}
     for name in commands - {"train"}:
         assert re.search(rf"\b{name}\b", head), name
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fleet import REPOSITORY
 from train.cli.hints import keys_of, similar_names, unknown_key
-from train.cli.other_trainers import SETTINGS, TRAINERS
+from train.cli.other_trainers import SETTINGS, TRAINERS, translate
 from train.config import Config
 
 PAGE = REPOSITORY / "docs" / "guides" / "switching.md"
@@ -49,7 +49,7 @@ def test_each_name_of_another_trainer_leads_to_its_key(trainer):
         for name in getattr(setting, trainer).split():
             if name in KEYS or "=" in name:
                 continue
-            mistake = unknown_key(Config, name, 1)
+            mistake = unknown_key(Config, name, 1, translate)
             if setting.keys:
                 assert setting.keys in mistake.related, name
             else:
@@ -70,7 +70,7 @@ def test_each_name_of_another_trainer_leads_to_its_key(trainer):
     ],
 )
 def test_a_name_without_a_counterpart_gets_no_hint(name):
-    assert unknown_key(Config, name, 1).related == ()
+    assert unknown_key(Config, name, 1, translate).related == ()
 
 
 def test_misspelt_keys_are_found():
@@ -91,7 +91,9 @@ def test_misspelt_keys_are_found():
             ]
         )
         name = name.rpartition(".")[2] if rng.random() < 0.4 else name
-        hints = [name] if name in KEYS else unknown_key(Config, name, 1).related
+        hints = (
+            [name] if name in KEYS else unknown_key(Config, name, 1, translate).related
+        )
         num_found += key in hints or name in KEYS
         if hints and key not in hints and name not in KEYS:
             wrong_hints.append((name, key, hints))

@@ -6,12 +6,14 @@ import sys
 import pytest
 
 from tests.fleet import REPOSITORY
+from tests.program import program_code
 
 # The training command runs with a thread that never ends. Python waits at exit for
 # such a thread, and for one of a pool.
 STUCK = """
 import atexit, runpy, sys, threading
 from concurrent.futures import ThreadPoolExecutor
+from data.program import PREFIX
 from train.cli import leaving
 
 atexit.register(print, "called at exit")
@@ -23,14 +25,14 @@ if "pool" in sys.argv[1]:
     ThreadPoolExecutor(1).submit(never.wait)
 sys.argv = ["train", sys.argv[2]]
 print("not flushed", end=" ")
-runpy.run_module("train", run_name="__main__")
+runpy.run_module(PREFIX + "train", run_name="__main__")
 """
 
 
 @pytest.mark.parametrize("stuck", ["none", "thread", "pool"])
 def test_threads_that_never_end_change_neither_the_exit_code_nor_the_output(stuck):
     result = subprocess.run(
-        [sys.executable, "-c", STUCK, stuck, "train.num_stepz=1"],
+        [sys.executable, "-c", program_code(STUCK), stuck, "train.num_stepz=1"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

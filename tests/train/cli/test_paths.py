@@ -11,6 +11,7 @@ from data.prepare_config import PrepareConfig
 from data.storage import EXTRAS, local_path, storage_path
 from launch.config import schema_of
 from tests.fleet import REPOSITORY
+from tests.program import module_option
 from train.cli.compose import check_command_line
 from train.cli.quoting import hydra_text
 from train.config import Config
@@ -163,7 +164,8 @@ def test_the_parent_of_a_folder_is_named_without_dots(tmp_path, monkeypatch):
 @pytest.mark.parametrize("locale", [{"LC_ALL": "C"}, {"LC_ALL": "POSIX"}])
 def test_names_are_the_same_in_every_locale(locale):
     environment = {**os.environ, **locale, "PYTHONUTF8": "0", "PYTHONPATH": REPOSITORY}
-    command = [sys.executable, "-P", "-m", "train", "run.name=日本-é", "--cfg", "job"]
+    command = [sys.executable, "-P", *module_option("train")]
+    command += ["run.name=日本-é", "--cfg", "job"]
     result = subprocess.run(command, capture_output=True, env=environment)
     assert result.returncode == 0, result.stderr
     assert "  name: 日本-é\n" in result.stdout.decode()

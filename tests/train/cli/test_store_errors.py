@@ -9,8 +9,8 @@ import pytest
 import requests
 from etils import epath
 
-import data.storage
-from train.cli.command import run_command
+from data import storage
+from train.cli.command import Command, run_command
 from train.errors import CRASHED, ConfigError, Exit
 from train.run.folder import check_store
 
@@ -30,7 +30,7 @@ def test_an_error_of_a_store_client_is_shown_as_a_sentence(monkeypatch, capsys, 
 
     monkeypatch.setattr(sys, "argv", ["train"])
     with pytest.raises(SystemExit) as end:
-        run_command(main)
+        run_command(Command(main))
     assert end.value.code == CRASHED
     message = capsys.readouterr().err
     assert "cannot be used (" in message
@@ -43,7 +43,7 @@ def test_an_error_of_this_program_keeps_its_traceback(monkeypatch):
 
     monkeypatch.setattr(sys, "argv", ["train"])
     with pytest.raises(ZeroDivisionError):
-        run_command(main)
+        run_command(Command(main))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_store_of_a_run_must_answer(monkeypatch, error, kind):
         release.wait()
 
     release = threading.Event()
-    monkeypatch.setattr(data.storage, "FIRST_ANSWER_S", 0.2)
+    monkeypatch.setattr(storage, "FIRST_ANSWER_S", 0.2)
     monkeypatch.setattr(epath.Path("s3://bucket/x").__class__, "exists", exists)
     with pytest.raises(kind, match="s3://bucket"):
         check_store(epath.Path("s3://bucket/x"))

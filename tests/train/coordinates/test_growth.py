@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-import train.resolve.program
 from tests.train.conftest import Configure
 from train.coordinates.__main__ import CoordinatesConfig, coordinates_mistakes
 from train.coordinates.growth import compare_sizes
 from train.coordinates.measure import ModelFamily
-from train.identity import training_config
 from train.optimizers.catalog import OPTIMIZERS
+from train.resolve import program
 
 BASE = ("optimizer.base_width=16", "optimizer.base_depth=2")
 KEYS = (
@@ -86,14 +85,14 @@ def test_a_broken_rule_is_named(
         return factors
 
     broken = replace(OPTIMIZERS, transfer_factors=break_rule)
-    monkeypatch.setattr(train.resolve.program, "OPTIMIZERS", broken)
+    monkeypatch.setattr(program, "OPTIMIZERS", broken)
     sizes = ([16, 32, 64], []) if depth is None else ([], [2, 4, 8])
     assert compare(*sizes) == 5
     assert f"not flat    {culprit}" in capsys.readouterr().out
 
 
 def test_widths_must_keep_the_dims_of_heads(configure: Configure):
-    config = vars(training_config(configure(KEYS)))
+    config = vars(configure(KEYS).plain())
     (mistake,) = coordinates_mistakes(CoordinatesConfig(**config, widths=[16, 30]))
     assert (mistake.key, mistake.value) == ("widths", [30])
     sizes = {"widths": [], "depths": [4, 2]}

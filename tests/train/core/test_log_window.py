@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import train.core.log_window
 from data.config import DataConfig
 from data.phases import Phase
 from train.config import LogConfig
+from train.core import log_window
 from train.core.log_window import LogWindow
 
 METRICS = {
@@ -94,7 +94,7 @@ def test_slow_data_is_noted_once_and_not_in_the_first_window(
     window, feed, notes, progress, monkeypatch
 ):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(train.core.log_window.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(log_window.time, "monotonic", lambda: clock.now)
     note_counts = []
     for step, (seconds, waiting_s) in enumerate([(100, 50), (20, 1), (20, 1), (20, 9)]):
         clock.now += seconds

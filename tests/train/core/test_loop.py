@@ -14,6 +14,7 @@ import yaml
 
 from data.batches import Order, validation_batches
 from data.catalog import text_store
+from data.program import PREFIX
 from data.sources import open_sources
 from tests.train import command_runs
 from tests.train.command_runs import Result, RunCommand, lines, state_of, steps
@@ -120,7 +121,7 @@ def test_a_finished_run_says_so_and_how_to_go_on(run_command, copy):
     assert result.returncode == 0
     assert "finished    20 steps" in result.stdout
     (hint,) = [x for x in result.stdout.splitlines() if x.startswith("to go on")]
-    assert "python -m train " in hint
+    assert f"python -m {PREFIX}train " in hint
     assert hint.endswith("train.num_steps=40")
     assert hint.count("train.num_steps") == 1
     # Nothing is laid out, restored or compiled.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fleet import REPOSITORY
+from tests.program import program_code
 from tests.train.distributed.trainers import SETUP, Start, Trainer
 
 
@@ -30,7 +31,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     ) -> Trainer:
         arguments = [str(folder), str(process), str(processes), repr(config)]
         popen = subprocess.Popen(
-            [*wrapper, sys.executable, "-c", SETUP + code, *arguments],
+            [*wrapper, sys.executable, "-c", program_code(SETUP + code), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.forks import OUT, Forks
+from tests.program import program_code
 from train.distributed.preemption import _AFTER, _BEFORE, _LEAVE, _due_step
 
 # A process that handles preemption, in the phase that its argument names.
@@ -65,7 +66,7 @@ def run(forks: Forks, tmp_path: Path) -> Callable[..., tuple[int, str]]:
     def run(phase: str, *signals: int) -> tuple[int, str]:
         program = tmp_path / "program.py"
         output = tmp_path / OUT
-        program.write_text(PROGRAM)
+        program.write_text(program_code(PROGRAM))
         process = forks.start([str(program), phase], tmp_path)
         while not (output.exists() and output.read_text().startswith("ready\n")):
             os.kill(process, 0)  # This raises if the process has ended.

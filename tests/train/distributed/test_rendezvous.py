@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from tests.fleet import REPOSITORY, free_port
+from tests.program import program_code
 from train.distributed import arrivals, rendezvous
 from train.distributed.messages import (
     SECRET_VARIABLE,
@@ -186,7 +187,7 @@ def test_more_processes_than_a_process_may_open_files(address):
         "from train.distributed.rendezvous import await_processes;"
         f"await_processes({address!r}, {processes}, {PATIENCE_S})"
     )
-    first = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
+    first = subprocess.Popen([sys.executable, "-c", program_code(code)], cwd=REPOSITORY)
     connections = [connect(address) for _ in range(1, processes)]
     for number, connection in enumerate(connections, 1):
         connection.sendall(hello(number, processes))

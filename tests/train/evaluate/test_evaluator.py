@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-import train.evaluate.evaluator
 from train.cli.command import compose
+from train.evaluate import evaluator as module
 from train.evaluate.evaluator import Evaluator
 from train.evaluate.validation import Score, as_metrics
 
@@ -61,7 +61,6 @@ def test_the_last_step_is_scored_on_the_same_rows_and_then_on_the_whole_set(
         is_whole = not 0 <= num_batches < AVAILABLE
         return {"": Score(float(len(batch_counts)), 1.0, num_batches, is_whole)}
 
-    module = train.evaluate.evaluator
     monkeypatch.setattr(module, "evaluate_all", evaluate_all)
     monkeypatch.setattr(module, "num_validation_batches", lambda *args: AVAILABLE)
     program: Any = SimpleNamespace(config=compose(overrides))

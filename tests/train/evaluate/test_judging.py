@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from data.program import PREFIX
 from tests.fleet import TINY, Fleet, of_text, write_text
 from tests.train.evaluate.task_files import NAMES, write_tasks
 from tests.train.pages import data_of
@@ -61,7 +62,7 @@ def evaluate_checkpoint(
         *(f"run.dir={run}", f"tasks={TASKS}", f"task_path={run.parent}/tasks"),
         *("limit=7", f"runtime.cpu_devices={devices}"),
     ]
-    fleet = Fleet(logs, overrides, count, module="train.evaluate")
+    fleet = Fleet(logs, overrides, count, module=f"{PREFIX}train.evaluate")
     assert fleet.wait() == [0] * count, fleet.said() + fleet.said(count - 1)
     lines = [line for line in fleet.said().splitlines() if line.startswith("{")]
     assert "toy_choices  acc_norm" in fleet.said()
@@ -103,7 +104,9 @@ def test_processes_with_different_tasks_refuse_to_start(run, folder):
     overrides = (f"run.dir={run}", "tasks=[toy_choices]", "runtime.cpu_devices=4")
     paths = f"{folder}/tasks", other_tasks
     options = {"own": lambda process: [f"task_path={paths[process]}"]}
-    fleet = Fleet(folder / "differ", overrides, 2, module="train.evaluate", **options)
+    fleet = Fleet(
+        folder / "differ", overrides, 2, module=f"{PREFIX}train.evaluate", **options
+    )
     assert fleet.wait() == [78, 78]
     assert "must be the same on all processes" in fleet.said()
     fleet = Fleet(

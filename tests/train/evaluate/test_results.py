@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from etils import epath
 
-import train.evaluate.results
 from data.tokenizer import load_tokenizer
+from tests.program import module_option
 from train.cli.command import compose
+from train.evaluate import results
 from train.evaluate.results import (
     compression_bits_per_byte,
     compute_results,
@@ -33,8 +34,8 @@ FOUND = {
 @pytest.fixture
 def shown(monkeypatch, capsys):
     """Return a function that prints results and returns the output."""
-    monkeypatch.setattr(train.evaluate.results, "read_events", lambda path: [])
-    monkeypatch.setattr(train.evaluate.results, "goodput_of", lambda events: "")
+    monkeypatch.setattr(results, "read_events", lambda path: [])
+    monkeypatch.setattr(results, "goodput_of", lambda events: "")
 
     def shown(values, command="python -m train", config=None, path="runs/x") -> str:
         config = config or compose([])
@@ -55,7 +56,7 @@ def shown(monkeypatch, capsys):
 )
 def test_the_command_continues_the_same_run_and_has_each_key_once(typed, shown):
     config = compose(typed)
-    command = shlex.join(["python", "-m", "train", *typed])
+    command = shlex.join(["python", *module_option("train"), *typed])
     out = shown(FOUND, command, config, run_dir(config))
     (line,) = [x for x in out.splitlines() if "to go on" in x]
     overrides = shlex.split(line)[6:]
@@ -75,9 +76,7 @@ TEXT = b"".join(b"line %d of a text that compresses well\n" % n for n in range(1
 
 def results_after(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
     """Return the results after scoring all or a part of a text of 10,001 tokens."""
-    monkeypatch.setattr(
-        train.evaluate.results, "continue_rows", lambda *args, **named: ["\x1b[2Jx"]
-    )
+    monkeypatch.setattr(results, "continue_rows", lambda *args, **named: ["\x1b[2Jx"])
     config = compose([f"eval.final_num_batches={num_batches}"])
     program: Any = SimpleNamespace(config=config)
     encoding = load_tokenizer("bytes")
@@ -133,7 +132,7 @@ def test_compressors_get_no_more_text_than_was_scored(monkeypatch, shown):
     line = "final       1.0000 nats a token, 1.500 bits per byte\n            "
     line += f"of 499 of 10,001 tokens, evenly spread; the first {text} in bits per byte"
     assert line in shown(values)
-    monkeypatch.setattr(train.evaluate.results, "_COMPRESSED_BYTES", 2048)
+    monkeypatch.setattr(results, "_COMPRESSED_BYTES", 2048)
     out = shown(results_after(monkeypatch, -1, 10_000))
     assert "the first 2.00 KiB of it in bits per byte" in out
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Forks
+from tests.program import module_option
 from tests.train.pages import data_of, drawn
 from train.hardware.devices import fake_devices, missing_compiler
 from train.hardware.targets import parse_target
@@ -78,7 +79,7 @@ def plan(forks: Forks, tmp_path: Path) -> Callable[..., tuple[str, str]]:
     """Run `python -m train.plan` and return its stdout and stderr."""
 
     def plan(overrides: list[str], code: int = 0) -> tuple[str, str]:
-        result = forks.run(["-m", "train.plan", *SMALL, *overrides], tmp_path)
+        result = forks.run([*module_option("train.plan"), *SMALL, *overrides], tmp_path)
         assert result.returncode == code, result.stderr[-4000:]
         assert "Traceback" not in result.stderr
         return result.stdout, result.stderr

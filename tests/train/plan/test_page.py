@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from data.program import PREFIX
 from model.params import named
 from tests.train.pages import Page, drawn
 from train.page import write_page
@@ -42,7 +43,7 @@ def test_the_figures_of_a_plan_are_shown(draw, plan):
     text = draw().text
     parameters = plan.memory.parts["parameters"]
     for figure in (
-        *("python -m train.plan target=v5e-8", "data 2 x fsdp 2 x tensor 2"),
+        *(f"python -m {PREFIX}train.plan target=v5e-8", "data 2 x fsdp 2 x tensor 2"),
         *("256\n8 x 32", f"parameters\n{format_bytes(parameters.bytes)}"),
         *(plan.advice.bottleneck, plan.memory.needed.how, "v5e-8", "seed: 0"),
         format_flops(plan.cost.flops.total),

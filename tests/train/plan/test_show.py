@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.program import module_option
 from train.plan.__main__ import plan_mistakes
 from train.plan.compiled.inspection import Buffer, InPlace, Inspection
 from train.plan.config import PlanConfig
@@ -43,7 +44,8 @@ def test_a_search_refuses_to_show_a_step():
 
 @pytest.mark.slow
 def test_the_command_shows_the_step_of_this_machine(tmp_path):
-    command = [sys.executable, "-m", "train.plan", "show=true", f"output={tmp_path}"]
+    command = [sys.executable, *module_option("train.plan"), "show=true"]
+    command.append(f"output={tmp_path}")
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "35 of 35 arrays of the state are updated in place" in result.stdout

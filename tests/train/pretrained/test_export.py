@@ -4,7 +4,6 @@ import json
 import math
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from model.catalog import MODEL_PARTS
 from model.gpt import GPT, abstract_gpt, bind, params_of
 from model.params import named, param_infos
 from model.placement import ONE_DEVICE
+from tests.fleet import REPOSITORY
 from tests.train.pretrained.conftest import (
     BYTES,
     FAMILY_NAMES,
@@ -179,7 +179,7 @@ def test_a_model_of_no_family_is_refused_with_all_that_differs(composed):
 
 
 def test_the_guide_names_all_families():
-    guide = Path(families.__file__).parents[2] / "docs/guides/exporting.md"
+    guide = REPOSITORY / "docs/guides/exporting.md"
     text = guide.read_text()
     assert [f.name for f in families.FAMILIES if f"`{f.name}`" not in text] == []
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from data.program import PREFIX
 from tests.data.tokenizer_shapes import write_shape
 from tests.fleet import TINY, Fleet, of_text, write_text
 
@@ -22,7 +23,7 @@ def test_a_tokenizer_is_exported_as_it_was_imported(tmp_path, shape):
     train = Fleet(tmp_path / "train", overrides, 1)
     assert train.wait() == [0], train.said()
     overrides = [f"run.dir={tmp_path}/run", f"output={tmp_path}/exported"]
-    export = Fleet(tmp_path / "said", overrides, 1, module="train.export")
+    export = Fleet(tmp_path / "said", overrides, 1, module=f"{PREFIX}train.export")
     assert export.wait() == [0], export.said()
     exported = tmp_path / "exported"
     for name, text in files.items():

@@ -13,6 +13,7 @@ from model.catalog import MODEL_PARTS
 from model.gpt import abstract_gpt, params_of
 from model.params import named, param_infos
 from tests.fleet import REPOSITORY
+from tests.program import program_code
 from tests.train.pretrained.conftest import BYTES
 from train.cli.command import compose
 from train.pretrained.families import family_of
@@ -76,7 +77,8 @@ def test_eight_devices_need_less_than_1_5_times_the_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     index = json.dumps({"weight_map": weight_map})
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    command = [sys.executable, "-c", START, str(tmp_path), *OVERRIDES, *SMALL]
+    command = [sys.executable, "-c", program_code(START), str(tmp_path)]
+    command += [*OVERRIDES, *SMALL]
     process = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, check=True
     )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from data.program import PREFIX
 from tests.fleet import TINY, Fleet, of_text, write_text
 
 EIGHT = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
@@ -22,7 +23,7 @@ def test_the_bytes_are_the_same_from_one_device_eight_and_two_processes(tmp_path
         overrides = [f"run.dir={tmp_path}/run", f"output={folder}"]
         overrides.append(f"runtime.cpu_devices={devices}")
         fleet = Fleet(
-            tmp_path / f"said-{count}", overrides, count, module="train.export"
+            tmp_path / f"said-{count}", overrides, count, module=f"{PREFIX}train.export"
         )
         assert fleet.wait() == [0] * count, fleet.said() + fleet.said(count - 1)
         assert "exported" in fleet.said()

@@ -13,6 +13,7 @@ import pytest
 from etils import epath
 
 from tests.fleet import Fleet, of_text, write_text
+from tests.program import module_option
 from train.config import RunConfig
 from train.distributed.preemption import TRACE
 from train.distributed.processes import Cluster
@@ -169,8 +170,9 @@ def test_hardly_an_instruction_of_a_step_is_unnamed(stored_step, name):
 
 
 def command(folder, *more):
+    arguments = [f"run.dir={folder}/run", *more]
     return subprocess.run(
-        [sys.executable, "-m", "train.profile", f"run.dir={folder}/run", *more],
+        [sys.executable, *module_option("train.profile"), *arguments],
         cwd=folder,
         capture_output=True,
         text=True,

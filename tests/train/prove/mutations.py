@@ -9,12 +9,20 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from model import gpt
 from model.attention.inputs import Chunks
 from model.gather import WeightPlacement
 from model.params import Kind
+from model.parts import attention, pipeline
+from model.parts.context import context_parallel
+from model.parts.experts import exchange
 from model.parts.experts.local_experts import LocalExperts
 from model.placement import Placement
+from train.core import program
+from train.core import step as step_module
 from train.core.loss.form import LossOptions
+from train.optimizers import muon
+from train.prove import parity
 
 DENSE = ("model.num_layers=2", "model.embed_dim=16", "model.num_kv_heads=2")
 BIASED = (*DENSE, "model.bias=true", "model.norm=layernorm")
@@ -63,9 +71,7 @@ def replace_function(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch
     """Return a patch that replaces a function with the result of `make` for it."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        is_path = isinstance(owner, str)
-        module = __import__(owner, fromlist=["_"]) if is_path else owner
-        monkeypatch.setattr(module, name, make(getattr(module, name)))
+        monkeypatch.setattr(owner, name, make(getattr(owner, name)))
 
     return patch
 
@@ -103,7 +109,7 @@ def forget_replicas(kind: Kind, axis: str) -> Patch:
 
         return reduce
 
-    return replace_function("train.core.step", "reduce_over_replicas", make)
+    return replace_function(step_module, "reduce_over_replicas", make)
 
 
 def forget_in_sum(is_count: bool, axis: str) -> Patch:
@@ -119,7 +125,7 @@ def forget_in_sum(is_count: bool, axis: str) -> Patch:
 
         return sum_over_rows
 
-    return replace_function("train.core.step", "sum_over_rows", make)
+    return replace_function(step_module, "sum_over_rows", make)
 
 
 def equal_rows(original):
@@ -304,11 +310,9 @@ PAIR = "data=2 fsdp=2"
 CUBE = "data=2 fsdp=2 tensor=2"
 RING = "fsdp=2 context=2"
 LONG_RING = "context=4 data=2"
-STEP = "train.core.step"
-ROWS = "train.core.rows"
 FIRST_MATRIX = "gradient layers.0.0.attention.query.weight"
 skip_ring_order = replace_function(
-    "model.parts.attention", "in_ring_order", lambda original: lambda x, axes: x
+    attention, "in_ring_order", lambda original: lambda x, axes: x
 )
 MUTATIONS = [
     Mutation(
@@ -358,47 +362,47 @@ MUTATIONS = [
     ),
     Mutation(
         *("rows twice", DENSE, PAIR),
-        replace_function("train.prove.parity", "place", equal_rows),
+        replace_function(parity, "place", equal_rows),
         *("counts of targets", ("data",)),
     ),
     Mutation(
         *("embedding of neighbours", DENSE, CUBE),
-        replace_function("model.gpt", "look_up", doubled_lookup),
+        replace_function(gpt, "look_up", doubled_lookup),
         *("loss", ("data",)),
     ),
     Mutation(
         *("NaN on a shard", DENSE, PAIR),
-        replace_function(STEP, "reduce_over_replicas", nan_on_shard),
+        replace_function(step_module, "reduce_over_replicas", nan_on_shard),
         *("gradient head.weight", ("fsdp",)),
     ),
     Mutation(
         *("norm of a shard", DENSE, CUBE),
-        replace_function("train.core.program", "make_train_step", local_norm),
+        replace_function(program, "make_train_step", local_norm),
         *("metric grad_norm", ("fsdp",)),
     ),
     Mutation(
         *("Muon by shard", MUON, PAIR),
-        replace_function("train.optimizers.muon", "map_whole_matrices", shards_of_muon),
+        replace_function(muon, "map_whole_matrices", shards_of_muon),
         *("update layers.", ("fsdp",)),
     ),
     Mutation(
         *("dropout by shard", DROPPING, PAIR),
-        replace_function(STEP, "run_per_device", seeds_by_shard),
+        replace_function(step_module, "run_per_device", seeds_by_shard),
         *("metric grad_norm", ("data",)),
     ),
     Mutation(
         *("microbatches overlap", DENSE, "fsdp=2 train.accumulation_steps=2"),
-        replace_function(STEP, "split", overlapping_microbatches),
+        replace_function(step_module, "split", overlapping_microbatches),
         *("loss", ("train.accumulation_steps",)),
     ),
     Mutation(
         *("scale of microbatches", DENSE, "fsdp=2 train.accumulation_steps=2"),
-        replace_function(STEP, "sum_over_microbatches", scaled_microbatches),
+        replace_function(step_module, "sum_over_microbatches", scaled_microbatches),
         *("gradient embedding.weight", ("train.accumulation_steps",)),
     ),
     Mutation(
         *("positions by shard", DENSE, RING),
-        replace_function("model.gpt", "make_rotations", shifted_positions),
+        replace_function(gpt, "make_rotations", shifted_positions),
         *("loss", ("context",)),
     ),
     Mutation(
@@ -418,9 +422,7 @@ MUTATIONS = [
     ),
     Mutation(
         *("window too short on the ring", NEAR, RING),
-        replace_function(
-            "model.parts.context.context_parallel", "attend_in_window", short_window
-        ),
+        replace_function(context_parallel, "attend_in_window", short_window),
         *("loss", ("context",)),
     ),
     Mutation(
@@ -436,7 +438,7 @@ MUTATIONS = [
     Mutation(
         *("groups of layers on wrong stages", (*DENSE, "model.num_layers=4")),
         "pipeline=2 fsdp=2 pipeline_repeats=2",
-        replace_function("model.parts.pipeline", "interleave_layers", equal_stages),
+        replace_function(pipeline, "interleave_layers", equal_stages),
         *("loss", ("pipeline",)),
     ),
     Mutation(
@@ -451,16 +453,12 @@ MUTATIONS = [
     ),
     Mutation(
         *("tokens reach other experts", MOE, "data=2 expert=2"),
-        replace_function(
-            "model.parts.experts.exchange", "run_local_experts", wrong_experts
-        ),
+        replace_function(exchange, "run_local_experts", wrong_experts),
         *("loss", ("expert",)),
     ),
     Mutation(
         *("bias on each shard", MOE, "expert=2 tensor=2"),
-        replace_function(
-            "model.parts.experts.exchange", "add_bias", bias_on_each_shard
-        ),
+        replace_function(exchange, "add_bias", bias_on_each_shard),
         *("loss", ("tensor",)),
     ),
     Mutation(

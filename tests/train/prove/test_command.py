@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.program import module_option, program_code
+
 SMALL = (
     *("model.num_layers=2", "model.num_heads=2", "tracker=none", "train.num_steps=2"),
     *("data.sequence_length=32", "data.batch_size=8", "optimizer=adamw"),
@@ -13,14 +15,16 @@ SMALL = (
 BROKEN = """
 import runpy, sys
 from pytest import MonkeyPatch
+from data.program import PREFIX
 from tests.train.prove.mutations import MUTATIONS
 
 module, name, *sys.argv[1:] = sys.argv[1:]
 next(m for m in MUTATIONS if m.name == name).patch(MonkeyPatch())
-runpy.run_module(module, run_name="__main__", alter_sys=True)
+runpy.run_module(PREFIX + module, run_name="__main__", alter_sys=True)
 """
 BROKEN_KERNEL = """
 import runpy, sys
+from data.program import PREFIX
 from model.attention import xla
 
 attend = xla.attend_masked
@@ -33,14 +37,14 @@ def wrong(*operands, **options):
     return attended._replace(o_BTNV=attended.o_BTNV * factor)
 
 xla.attend_masked = wrong
-runpy.run_module("train", run_name="__main__", alter_sys=True)
+runpy.run_module(PREFIX + "train", run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.mark.slow
 def test_a_proved_mesh_is_recorded_and_the_run_starts_there(forks, tmp_path):
     overrides = *SMALL, "mesh.fsdp=-1", "runtime.prove_kernels=true"
-    result = forks.run(["-m", "train.prove", *overrides], tmp_path)
+    result = forks.run([*module_option("train.prove"), *overrides], tmp_path)
     assert result.returncode == 0, result.stderr
     last_line = result.stdout.splitlines()[-1]
     assert (
@@ -53,14 +57,14 @@ def test_a_proved_mesh_is_recorded_and_the_run_starts_there(forks, tmp_path):
     assert record["compared"] > 50
     assert {"jax", "code"} <= record["versions"].keys()
     assert {"loss", "gradient"} <= {entry["quantity"] for entry in record["largest"]}
-    result = forks.run(["-m", "train", *overrides], tmp_path)
+    result = forks.run([*module_option("train"), *overrides], tmp_path)
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
 def test_a_fault_ends_with_exit_code_5_and_is_located(forks, tmp_path):
     program = tmp_path / "broken.py"
-    program.write_text(BROKEN)
+    program.write_text(program_code(BROKEN))
     command = str(program), "train.prove", "no sum of tables"
     overrides = *SMALL, "mesh.data=2", "mesh.fsdp=2"
     result = forks.run([*command, *overrides], tmp_path)
@@ -81,7 +85,7 @@ def test_a_fault_ends_with_exit_code_5_and_is_located(forks, tmp_path):
 @pytest.mark.slow
 def test_a_run_does_not_start_with_a_wrong_kernel(forks, tmp_path):
     program = tmp_path / "broken.py"
-    program.write_text(BROKEN_KERNEL)
+    program.write_text(program_code(BROKEN_KERNEL))
     command = [str(program), *SMALL, "runtime.prove_kernels=true"]
     result = forks.run(command, tmp_path)
     assert result.returncode == 5, result.stderr
@@ -97,7 +101,7 @@ def test_a_run_does_not_start_with_a_wrong_kernel(forks, tmp_path):
     ],
 )
 def test_nothing_to_compare_is_a_mistake(forks, tmp_path, word, text):
-    result = forks.run(["-m", "train.prove", *SMALL, word], tmp_path)
+    result = forks.run([*module_option("train.prove"), *SMALL, word], tmp_path)
     assert result.returncode == 78, result.stderr
     assert text in result.stderr
     assert not (tmp_path / "run").exists()

@@ -11,6 +11,7 @@ from model.choices import Attention, Grouped
 from model.execution import Execution
 from model.parts.attention import KernelAttention
 from model.parts.context.context_parallel import KERNELS
+from model.parts.experts import grouped
 from train.config import MESH_AXES, Config
 from train.errors import NOT_PROVED, Exit
 from train.prove.kernels import check_kernels, compare_kernels
@@ -104,7 +105,7 @@ def test_wrong_products_of_experts_are_found(case, monkeypatch):
     def product(*args, **options):
         return 1.1 * jax.lax.ragged_dot_general(*args, **options)
 
-    monkeypatch.setattr("model.parts.experts.grouped.ragged_dot_general", product)
+    monkeypatch.setattr(grouped, "ragged_dot_general", product)
     jax.clear_caches()
     assert wrong_parts(case) == {"result", "gradient of rows", "gradient of matrices"}
     monkeypatch.undo()

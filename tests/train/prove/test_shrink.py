@@ -5,17 +5,18 @@ import math
 import jax
 import pytest
 
-from tests.fleet import REPOSITORY
+from data.program import FOLDER
+from model.config import ModelConfig
 from train.identity import flatten
 from train.prove.divided_step import DividedStep, mesh_of
 from train.prove.parity import Reference
-from train.prove.shrink import SIZES, shrink
+from train.prove.shrink import shrink, small_sizes
 from train.resolve.program import make_program, settle
 
-MODELS = sorted(path.stem for path in (REPOSITORY / "configs/model").glob("*.yaml"))
+MODELS = sorted(path.stem for path in (FOLDER / "configs/model").glob("*.yaml"))
 MESH = ("mesh.fsdp=32", "mesh.data=2")
 SMALLER = {
-    *SIZES,
+    *small_sizes(ModelConfig()),
     *("model.num_layers", "model.dense_layers", "model.num_heads", "model.head_dim"),
     *("model.num_kv_heads", "model.num_experts", "model.experts_per_token"),
     *("model.vocab_size", "model.max_sequence_length", "model.window"),

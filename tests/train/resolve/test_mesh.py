@@ -11,6 +11,7 @@ from train.errors import ConfigError
 from train.hardware import devices as topology
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
+from train.resolve import mesh
 from train.resolve.mesh import make_mesh
 
 
@@ -44,7 +45,7 @@ def test_only_the_outer_part_of_a_dcn_axis_crosses_granules(config, crossing):
 
 
 def test_processes_are_granules_if_there_are_no_slices(monkeypatch):
-    monkeypatch.setattr("train.resolve.mesh.Mesh", lambda grid, axes, axis_types: grid)
+    monkeypatch.setattr(mesh, "Mesh", lambda grid, axes, axis_types: grid)
     devices = [
         SimpleNamespace(id=i, process_index=i // 2, platform="cpu", device_kind="cpu")
         for i in range(8)

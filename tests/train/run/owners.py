@@ -7,16 +7,18 @@ import sys
 import time
 from pathlib import Path
 
+from tests.program import program_code
+
 NEVER_S = 1e6
 CHILD = """
 import logging, resource, sys
-import train.liveness
+from train import liveness
 from train.errors import Exit
 from train.run.lease import take_lease
 
 folder, interval_s, timeout_s, machine = sys.argv[1:]
 if machine:
-    train.liveness._machine = lambda: machine
+    liveness._machine = lambda: machine
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 
 def say(line):  # in one write: two threads do
@@ -55,7 +57,7 @@ class Process:
     def __init__(self, folder: str | Path, *, machine: str, times: tuple[float, float]):
         arguments = [str(folder), *map(str, times), machine]
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", CHILD, *arguments],
+            [sys.executable, "-c", program_code(CHILD), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -15,6 +15,7 @@ from tests.train.run.states import like, make_state, same
 from train.config import CheckpointConfig
 from train.core.layout import state_shardings
 from train.errors import ConfigError
+from train.run import checkpoint
 from train.run.checkpoint import Checkpoints
 from train.run.restore import SavedSteps
 
@@ -160,7 +161,7 @@ def test_a_restore_that_runs_out_of_memory_sets_nothing_aside(
 def test_a_save_is_due_by_steps_and_by_minutes(folder, monkeypatch):
     config = CheckpointConfig(save_interval_steps=10, save_interval_minutes=5.0)
     now = [1000.0]
-    monkeypatch.setattr("train.run.checkpoint.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
     checkpoints = Checkpoints(folder, config)
     assert [s for s in range(1, 31) if checkpoints.due(s)] == [10, 20, 30]
     now[0] += 5 * 60

@@ -9,6 +9,7 @@ import pytest
 from tests.train.run.conftest import ABOUT
 from tests.train.run.states import like, make_state, same
 from train.errors import Exit
+from train.run import checkpoint
 from train.run.checkpoint import Checkpoints
 from train.run.digests import is_sealed
 
@@ -23,7 +24,7 @@ def test_a_failed_save_costs_a_warning_until_there_are_too_many(
     checkpoints = saved(1, max_failed_saves=2)
     partial = folder / "2.orbax-checkpoint-tmp"
     with monkeypatch.context() as patch:
-        patch.setattr("train.run.checkpoint.digests", full)
+        patch.setattr(checkpoint, "digests", full)
         # The failure is not known yet.
         assert checkpoints.save(2, make_state(2), ABOUT) is None
         wait([checkpoints._saving[1]])
@@ -34,7 +35,7 @@ def test_a_failed_save_costs_a_warning_until_there_are_too_many(
     assert checkpoints.failures == 0  # a successful save resets the count
     checkpoints.wait()
     with monkeypatch.context() as patch:
-        patch.setattr("train.run.checkpoint.digests", full)
+        patch.setattr(checkpoint, "digests", full)
         assert checkpoints.save(5, make_state(5), ABOUT) is None
         assert "step 5 failed" in checkpoints.save(6, make_state(6), ABOUT)
         assert "step 6 failed" in checkpoints.save(7, make_state(7), ABOUT)
@@ -49,7 +50,7 @@ def test_a_step_without_its_seal_stays_if_it_is_the_only_one(
     """It has replaced the only other step, and no later save can replace it."""
     checkpoints = saved(1, keep_latest=1)
     with monkeypatch.context() as patch:
-        patch.setattr("train.run.checkpoint.digests", full)
+        patch.setattr(checkpoint, "digests", full)
         assert checkpoints.save(2, make_state(2), ABOUT) is None
         wait([checkpoints._saving[1]])
     assert not (folder / "1").exists()
@@ -76,7 +77,7 @@ def test_a_full_disk_is_noticed_before_a_save(saved, folder, monkeypatch):
 def test_a_save_is_skipped_while_another_is_running(saved, monkeypatch):
     checkpoints = saved(1)
     release = threading.Event()
-    monkeypatch.setattr("train.run.checkpoint._GRACE_S", 0.1)
+    monkeypatch.setattr(checkpoint, "_GRACE_S", 0.1)
     seal = Checkpoints._seal
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "_seal", lambda *a: (release.wait(60), seal(*a))[1])
@@ -93,7 +94,7 @@ def test_training_continues_when_the_storage_does_not_answer(
 ):
     checkpoints = saved(1)
     release = threading.Event()
-    monkeypatch.setattr("train.run.checkpoint._GRACE_S", 0.1)
+    monkeypatch.setattr(checkpoint, "_GRACE_S", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "_before_save", lambda: release.wait(60))
         for step in (2, 3):

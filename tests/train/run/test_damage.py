@@ -15,7 +15,6 @@ import pytest
 from etils import epath
 
 import train.profile.__main__ as profile
-import train.profile.times
 from data.errors import DataError
 from launch.submissions import Submission, require_submission
 from train import checkpoints, report, status
@@ -26,6 +25,7 @@ from train.errors import WRONG_CONFIG, WRONG_DATA, ConfigError, Exit, exit_code
 from train.evaluate.results import score_lines
 from train.liveness import Owner
 from train.pretrained.begin import record_or_check_files
+from train.profile import times as times_module
 from train.run.directory import open_run
 from train.run.evaluations import write_evaluation
 from train.run.starts import check_data, read_results, read_run
@@ -163,7 +163,7 @@ def copied(source: Path, folder: Path, name: str) -> Iterator[tuple[Path, Path]]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read no trace, which is a file of another program, and do not wait for beats."""
     times = {("layers", "product"): 1.0}, "one device"
-    monkeypatch.setattr(train.profile.times, "read_times", lambda *_: times)
+    monkeypatch.setattr(times_module, "read_times", lambda *_: times)
     # The status of an unknown owner would wait for a beat.
     monkeypatch.setattr(status, "_LEASE_READ_S", 0.0)
 

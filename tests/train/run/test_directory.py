@@ -9,6 +9,7 @@ import pytest
 from etils import epath
 
 from train.config import Config, TensorBoardConfig, TrackerConfig
+from train.run import report
 from train.run.continuation import Continuation
 from train.run.directory import RunDir
 from train.run.metrics import EventLog
@@ -30,7 +31,7 @@ def test_a_report_that_fails_does_not_hide_how_the_run_ended(
     def full(path, live=False):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("train.run.report.write_report", full)
+    monkeypatch.setattr(report, "write_report", full)
     events = EventLog(tmp_path)
     path = epath.Path(tmp_path)
     run = RunDir(start_in(path), FRESH, events, write=True, lease=None)

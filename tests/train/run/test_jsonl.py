@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fleet import REPOSITORY
+from tests.program import program_code
 from tests.train.run.lines import numbers, warnings
 from train.run import jsonl, jsonl_reader
 from train.run.jsonl import open_lines
@@ -22,7 +23,7 @@ from train.run.jsonl_reader import iterate_rows, newest_rows
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(folder)],
+        [sys.executable, "-c", program_code(textwrap.dedent(code)), str(folder)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-import train.run.lease
 from data.key_value_store import KeyValueStore
 from data.storage import StorageError
 from tests.train.run.owners import NEVER_S, files, wait_for
 from train.errors import CRASHED, ConfigError, Exit
+from train.run import lease as lease_module
 from train.run.lease import read_owner
 
 pytestmark = pytest.mark.timeout(90)
@@ -33,7 +33,7 @@ def test_a_full_disk_does_not_end_a_run(start, run):
 
 def test_a_server_that_goes_away_does_not_end_a_run(server, take, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(train.run.lease, "ANSWER_S", 0.5)
+    monkeypatch.setattr(lease_module, "ANSWER_S", 0.5)
     lease = take("s3://bucket/away/run")
     server.leave()
     wait_for(lambda: "no answer in time" in caplog.text)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from tests.fleet import REPOSITORY
+from tests.program import program_code
 from tests.train.run.conftest import Clocks
 from train.run import metrics
 from train.run.metrics import (
@@ -95,7 +96,7 @@ def test_starts_are_counted_and_the_idle_time_between_is_never_negative(
 
 
 def test_a_start_begins_with_its_process(tmp_path):
-    code = (
+    code = program_code(
         "import sys, time\ntime.sleep(0.5)\n"
         "from train.run.metrics import EventLog\n"
         "events = EventLog(sys.argv[1])\nevents.lap('start')\nevents.close()"

@@ -11,6 +11,7 @@ import yaml
 from etils import epath
 
 from data.config import DataConfig, MixtureSource, Source, WeightChange
+from data.program import PREFIX
 from train.cli.schema import config_yaml
 from train.config import Config, Schedule, ScheduleConfig
 from train.errors import ConfigError, exit_code
@@ -156,7 +157,7 @@ def test_only_wsd_takes_another_length_and_only_before_its_decay(
     tmp_path, caplog, schedule, steps, newest, rewind_to, length, said
 ):
     """The rate is at its peak up to step 1,120 of 1,600 or 560 of 800, then falls."""
-    caplog.set_level("INFO", "train")
+    caplog.set_level("INFO", f"{PREFIX}train")
     start = start_with(tmp_path, steps, newest, schedule=schedule, rewind_to=rewind_to)
     assert start.schedule_steps == length
     assert said in caplog.text

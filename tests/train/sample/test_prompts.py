@@ -10,6 +10,7 @@ from model.catalog import MODEL_PARTS
 from model.choices import Position
 from model.gpt import GPT, params_of
 from train.errors import ConfigError
+from train.sample import prompts as prompts_module
 from train.sample.generate import Sampling, _draw, generate, prefill
 from train.sample.prompts import continue_rows, prompt_rows, text_before
 
@@ -72,7 +73,7 @@ def test_no_more_is_drawn_once_all_have_ended(continued, monkeypatch):
             drawn.append(part.shape)
             yield part
 
-    monkeypatch.setattr("train.sample.prompts.generate", count_draws)
+    monkeypatch.setattr(prompts_module, "generate", count_draws)
     full_texts = continued(PROMPTS[:2], 70)
     assert drawn == [(2, 32), (2, 32), (2, 6)]
     drawn.clear()

@@ -18,6 +18,7 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from model.config import ModelConfig
 from model.execution import Execution
@@ -80,6 +81,10 @@ class LossOptions(NamedTuple):
         """Sum the loss and the nats of all positions that have a target."""
         nats = tokens.sum(tokens.log_z - tokens.target_logit)
         return self.token_loss.sum(tokens, nats), nats
+
+    def shares(self, counts: jax.Array) -> jax.Array:
+        """Return the derivatives of the mean logit by the logits of ids that count."""
+        return jnp.where(counts, 1 / self.num_tokens, 0.0)
 
 
 def choose_form(

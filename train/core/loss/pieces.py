@@ -31,12 +31,14 @@ class _Piece(NamedTuple):
     max, sum: the largest logit, and the sum of exp(logit - max), in float32.
     target_logit: the target's logit if the target is in the piece, otherwise zero.
     exps: exp(logit - max) in the compute dtype.
+    mean_logit: the piece's part of the mean logit. None if the loss does not use it.
     """
 
     max_BT: Float[Array, "*P B T"]
     sum_BT: Float[Array, "*P B T"]
     target_logit_BT: Float[Array, "*P B T"]
     exps_BTJ: Float[Array, "*P B T J"]
+    mean_logit_BT: Float[Array, "*P B T"] | None = None
 
 
 class _Slice(NamedTuple):
@@ -93,11 +95,16 @@ class _Head(NamedTuple):
         logits_BTJ = jnp.where(part.counts_11J, logits_BTJ, _MASKED)
         max_BT = logits_BTJ.max(axis=-1)
         exps_BTJ = jnp.exp(logits_BTJ - max_BT[..., None])
+        mean_logit_BT = None
+        if options.token_loss.uses_mean_logit:
+            parts_BTJ = logits_BTJ * options.shares(part.counts_11J)
+            mean_logit_BT = jnp.sum(parts_BTJ, axis=-1)
         return _Piece(
             max_BT,
             jnp.sum(exps_BTJ, axis=-1),
             jnp.sum(jnp.where(part.is_target_BTJ, logits_BTJ, 0.0), axis=-1),
             exps_BTJ.astype(self.compute_dtype),
+            mean_logit_BT,
         )
 
     def differentiate(
@@ -107,7 +114,10 @@ class _Head(NamedTuple):
         scale_BT = factors.softmax * jnp.exp(piece.max_BT - tokens.log_z)
         exps_BTJ = piece.exps_BTJ.astype(jnp.float32)
         factors = factors._replace(softmax=scale_BT)
-        dlogits_BTJ = factors.gradient(exps_BTJ, part.is_target_BTJ)
+        shares_11J = None
+        if factors.mean_logit is not None:
+            shares_11J = self.options.shares(part.counts_11J)
+        dlogits_BTJ = factors.gradient(exps_BTJ, part.is_target_BTJ, shares_11J)
         if (cap := self.options.config.logit_soft_cap) is None:
             return dlogits_BTJ
         # exp(logit - max) tells the logit, which is cap tanh(y) at y. If it is zero, it
@@ -138,10 +148,16 @@ def sum_pieces(
     Z_BT = jnp.sum(pieces.sum_BT * jnp.exp(pieces.max_BT - max_BT), axis=0)
     log_z_BT = max_BT + jnp.log(Z_BT)
     target_logit_BT = jnp.sum(pieces.target_logit_BT, axis=0)
-    tokens = Tokens(log_z_BT, target_logit_BT, targets_BT >= 0)
+    mean_logit_BT = None
+    if pieces.mean_logit_BT is not None:
+        mean_logit_BT = jnp.sum(pieces.mean_logit_BT, axis=0)
+    tokens = Tokens(log_z_BT, target_logit_BT, targets_BT >= 0, mean_logit_BT)
     factors = options.token_loss.factors(tokens)
     softmax_BT = jnp.where(tokens.has_target, factors.softmax, 0.0)
     factors = factors._replace(softmax=softmax_BT)
+    if factors.mean_logit is not None:
+        by_mean_BT = jnp.where(tokens.has_target, factors.mean_logit, 0.0)
+        factors = factors._replace(mean_logit=by_mean_BT)
     spec_dx, spec_dweight = gradient_specs(head_spec(options.config))
     multiply = partial(einsum, compute=head.compute_dtype, out=jnp.float32)
 

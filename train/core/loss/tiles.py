@@ -142,13 +142,19 @@ def _tile(
         nats_BC = jnp.where(has_target_BC, log_z_BC - target_logit_BC, 0.0)
         missed_BC = jnp.where(has_target_BC & (best_id_BC != targets_BC), 1.0, 0.0)
         return ((nats_BC.sum(axis=-1), missed_BC.sum(axis=-1)), None), None
-    tokens = Tokens(log_z_BC, target_logit_BC, has_target_BC)
+    mean_logit_BC = shares_11V = None
+    if options.token_loss.uses_mean_logit:
+        shares_11V = options.shares(ids_11V < options.num_tokens)
+        # A product with the padding's logits, -inf, would not be a number.
+        parts_BCV = jnp.where(shares_11V > 0, logits_BCV, 0.0) * shares_11V
+        mean_logit_BC = jax.lax.psum(jnp.sum(parts_BCV, axis=-1), vocab_axes)
+    tokens = Tokens(log_z_BC, target_logit_BC, has_target_BC, mean_logit_BC)
     sums = options.sum(tokens)
     if not gradients:
         return (sums, None), None
     probabilities_BCV = jnp.exp(logits_BCV - log_z_BC[..., None])
     factors = options.token_loss.factors(tokens)
-    dlogits_BCV = factors.gradient(probabilities_BCV, is_target_BCV)
+    dlogits_BCV = factors.gradient(probabilities_BCV, is_target_BCV, shares_11V)
     dlogits_BCV = jnp.where(has_target_BC[..., None], dlogits_BCV, 0.0)
     dx_BCD, dweight = transpose(dlogits_BCV)
     return (sums, dweight), jax.lax.psum(dx_BCD, vocab_axes)

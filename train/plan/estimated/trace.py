@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from data.batch import Batch
 from model.axes import mesh_axes
-from model.catalog import MODEL_PARTS
+from model.catalog import parts_of
 from model.choices import Attention, ContextAttention, Grouped
 from model.config import ModelConfig
 from model.execution import Execution
@@ -81,7 +81,7 @@ def trace_gradients(program: ConfiguredProgram) -> ClosedJaxpr:
 def _trace_gradients(
     config: ModelConfig, execution: Execution, recipe: Recipe, batch: Batch
 ) -> ClosedJaxpr:
-    model = abstract_gpt(config, MODEL_PARTS)
+    model = abstract_gpt(config, parts_of(config))
     step = make_gradients(model, execution, recipe)
     return jax.make_jaxpr(step)(params_of(model), batch)
 

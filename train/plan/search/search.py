@@ -26,7 +26,7 @@ from train.distributed.processes import Cluster
 from train.errors import DOES_NOT_FIT, Exit
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import num_slices
-from train.identity import HARMLESS, flatten, is_covered, training_config
+from train.identity import HARMLESS, flatten, is_covered
 from train.plan.budget import MemoryBudget, budget_of
 from train.plan.cost import COMPILED
 from train.plan.plan import compile_and_read, compile_small
@@ -147,7 +147,7 @@ class Search:
         cores = "runtime.sparse_cores"
         machine = kind, len(devices), num_slices(devices), self.budget.available
         unused_keys = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
-        items = flatten(training_config(Layout().applied(self.config))).items()
+        items = flatten(Layout().applied(self.config).plain()).items()
         ignored = (*HARMLESS, *unused_keys)
         key_values = {
             k: v for k, v in items if k == cores or not is_covered(k, ignored)

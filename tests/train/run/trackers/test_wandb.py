@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fleet import REPOSITORY
+from tests.program import program_code
 from train.config import TrackerConfig, WandbConfig
 from train.run.tracker import open_tracker
 from train.run.trackers.writer import TrackedRun
@@ -74,7 +75,7 @@ def test_two_sessions_are_one_run_and_all_files_lie_in_its_folder(tmp_path):
     env |= {"HOME": str(tmp_path / "home"), "PYTHONPATH": str(REPOSITORY)}
     for first, last in [("1", "6"), ("6", "11")]:
         result = subprocess.run(
-            [sys.executable, "-c", SESSION, "../run", first, last],
+            [sys.executable, "-c", program_code(SESSION), "../run", first, last],
             cwd=tmp_path / "cwd",
             env=env,
             capture_output=True,

@@ -1,0 +1,116 @@
+"""The packages of this program, their folder, and the commands that start it.
+
+In a clone, the packages are top-level modules such as `train`. In an installed wheel
+they lie below `longhaul`. `PREFIX` holds the difference.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PACKAGES = ("configs", "data", "launch", "longhaul", "model", "train")
+PREFIX = __name__.removesuffix("data.program")
+FOLDER = Path(__file__).resolve().parents[1]  # The folder of the packages.
+ROOT = FOLDER.parent if PREFIX else FOLDER  # The folder that PYTHONPATH must name.
+SCRIPT = "longhaul"
+
+_INSTALLATION = re.compile(r"""pip install -e ['"]\.\[([\w,]+)\]['"]""")
+_COMMAND = re.compile(r"python -m ((?:train|data|launch)(?:\.[a-z]\w*)*)\b")
+
+
+class _Starter:
+    """How this process was started, a fact of the process as `sys.argv` is one.
+
+    words: what was typed before the name of a command; None for `python -m`.
+    file: the user's own file, which started it; None for a file of this program.
+    command: the name of the command, if it came after these words.
+    """
+
+    words: tuple[str, ...] | None = None
+    file: Path | None = None
+    command: tuple[str, ...] = ()
+
+
+def started_by_script() -> None:
+    """Record that the script `longhaul` started this process."""
+    _Starter.words = (SCRIPT,)
+
+
+def started_by_file(file: str) -> None:
+    """Record that a user's own file started this process (`python mine.py train`)."""
+    _Starter.words = ("python", file)
+    _Starter.file = Path(file).resolve()
+
+
+def started_command(name: str) -> None:
+    """Record the name of the command, which `sys.argv` no longer has."""
+    _Starter.command = (name,)
+
+
+def words_to_repeat() -> list[str]:
+    """Return the words that started this process, without the command's arguments."""
+    spec = sys.modules["__main__"].__spec__
+    words = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
+    return [sys.executable, *words, *_Starter.command]
+
+
+def own_file() -> Path | None:
+    """Return the user's own file that started this process, if one did."""
+    return _Starter.file
+
+
+def module_words(module: str, python: str = sys.executable) -> list[str]:
+    """Return the words that start a module of this program, such as `launch.node`.
+
+    -P keeps the working directory off the path of imports, so PYTHONPATH must name
+    ROOT unless this program is installed.
+    """
+    return [python, "-P", "-m", PREFIX + module]
+
+
+def installed_words(module: str, python: str) -> list[str]:
+    """Return the words that start a module of an installed copy or of a clone."""
+    return [python, "-P", "-m", "longhaul", short_name(module)]
+
+
+def command_words(module: str, python: str = sys.executable) -> list[str]:
+    """Return the words that start a command, from the file that started this process.
+
+    PYTHONPATH must name ROOT, as for `module_words`.
+    """
+    if _Starter.file is None:
+        return module_words(module, python)
+    return [python, str(_Starter.file), short_name(module)]
+
+
+def unpacked_words(module: str, python: str) -> list[str]:
+    """Return the words that start a command whose code and own file are in ROOT."""
+    if _Starter.file is None:
+        return module_words(module, python)
+    return [python, "-P", "-m", _Starter.file.stem, short_name(module)]
+
+
+def short_name(module: str) -> str:
+    """Return the name of a command after `longhaul`: `plan` for train.plan."""
+    return module.removeprefix("train.")
+
+
+def shown_command(module: str, arguments: Sequence[str] = ()) -> str:
+    """Return a command as the user of this process types it, quoted for a shell."""
+    words = ("python", "-m", PREFIX + module)
+    if _Starter.words is not None:
+        words = (*_Starter.words, short_name(module))
+    return shlex.join([*words, *arguments])
+
+
+def with_shown_commands(text: str) -> str:
+    """Return a text in which commands are written as the user types them.
+
+    In the text they read as in a clone: `python -m train.plan`, and
+    `pip install -e ".[s3]"`.
+    """
+    if PREFIX:
+        text = _INSTALLATION.sub(r'pip install "longhaul[\1]"', text)
+    return _COMMAND.sub(lambda found: shown_command(found[1]), text)

@@ -1,0 +1,17 @@
+"""The script `longhaul`, and `python -m longhaul`: run a command by its name."""
+
+from typing import NoReturn
+
+from data.program import started_by_script
+from longhaul.catalog import CATALOG
+from longhaul.commands import run
+
+
+def script() -> NoReturn:
+    """Run the command that the arguments name, and exit with its code."""
+    started_by_script()
+    run(CATALOG)
+
+
+if __name__ == "__main__":
+    script()

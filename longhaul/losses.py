@@ -1,0 +1,6 @@
+"""What a loss of one's own is made of. Importing this imports JAX."""
+
+from train.core.loss.token_loss import LogitFactors as LogitFactors
+from train.core.loss.token_loss import TokenLoss as TokenLoss
+from train.core.loss.token_loss import Tokens as Tokens
+from train.losses.derived import DerivedLoss as DerivedLoss
