@@ -14,7 +14,6 @@ PACKAGES = ("configs", "data", "launch", "longhaul", "model", "train")
 PREFIX = __name__.removesuffix("data.program")
 FOLDER = Path(__file__).resolve().parents[1]  # The folder of the packages.
 ROOT = FOLDER.parent if PREFIX else FOLDER  # The folder that PYTHONPATH must name.
-SCRIPT = "longhaul"
 
 _INSTALLATION = re.compile(r"""pip install -e ['"]\.\[([\w,]+)\]['"]""")
 _COMMAND = re.compile(r"python -m ((?:train|data|launch)(?:\.[a-z]\w*)*)\b")
@@ -35,7 +34,7 @@ class _Starter:
 
 def started_by_script() -> None:
     """Record that the script `longhaul` started this process."""
-    _Starter.words = (SCRIPT,)
+    _Starter.words = ("longhaul",)
 
 
 def started_by_file(file: str) -> None:
@@ -54,6 +53,11 @@ def words_to_repeat() -> list[str]:
     spec = sys.modules["__main__"].__spec__
     words = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
     return [sys.executable, *words, *_Starter.command]
+
+
+def starting_words() -> str:
+    """Return what the user types before the name of a command."""
+    return shlex.join(_Starter.words or ("longhaul",))
 
 
 def own_file() -> Path | None:

@@ -18,7 +18,7 @@ _PACKED_SUFFIXES = (".html", ".py", ".sh", ".yaml")
 # Other files of this kind may hold keys.
 _PACKED_FILES = ("class_defaults.json", "py.typed")
 _PACKAGES = ("longhaul",) if PREFIX else PACKAGES
-_SETUP_FILES = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
+SETUP_FILES = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
 
 
 def make_archive(root: Path, own_file: Path | None = None) -> bytes:
@@ -59,19 +59,19 @@ def _is_packed(root: Path, name: Path) -> bool:
     if not path.is_file() or not path.is_relative_to(root.resolve()):
         return False
     has_packed_type = name.suffix in _PACKED_SUFFIXES or name.name in _PACKED_FILES
-    return str(name) in _SETUP_FILES or (name.parts[0] in _PACKAGES and has_packed_type)
+    return str(name) in SETUP_FILES or (name.parts[0] in _PACKAGES and has_packed_type)
 
 
 def _source(root: Path, name: str) -> Path:
     """Return the file to pack under a name; a wheel has copies of the setup files."""
-    is_copied = PREFIX and name in _SETUP_FILES
+    is_copied = PREFIX and name in SETUP_FILES
     return (FOLDER / "setup" if is_copied else root) / name
 
 
 def _unignored_files(root: Path) -> list[str]:
     """List the files that git does not ignore; [] if git or a checkout is missing."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others"]
-    command += ["--exclude-standard", "--", *_PACKAGES, *_SETUP_FILES]
+    command += ["--exclude-standard", "--", *_PACKAGES, *SETUP_FILES]
     try:
         listing = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -81,5 +81,5 @@ def _unignored_files(root: Path) -> list[str]:
 
 def _files_on_disk(root: Path) -> Iterable[str]:
     paths = [path for package in _PACKAGES for path in (root / package).rglob("*")]
-    paths += [root / name for name in _SETUP_FILES]
+    paths += [root / name for name in SETUP_FILES]
     return [path.relative_to(root).as_posix() for path in paths]

@@ -104,6 +104,16 @@ class Catalog:
         """
         if self == Catalog():
             return base
+        if base not in self._schemas:
+            self._schemas[base] = self._extended(base)
+        return self._schemas[base]
+
+    @functools.cached_property
+    def _schemas(self) -> dict[type, type]:
+        """The dataclasses that were made: equal configs must have the same type."""
+        return {}
+
+    def _extended(self, base: type) -> type:
         sections = [(f.name, self._sections.get(f.type)) for f in fields(base)]
         changed = [(n, s, field(default_factory=s)) for n, s in sections if s]
         attributes: dict[str, Any] = {"__doc__": base.__doc__}

@@ -5,7 +5,7 @@ import runpy
 import sys
 from typing import NoReturn
 
-from data.program import PREFIX, started_by_file, started_command
+from data.program import PREFIX, started_by_file, started_command, starting_words
 from longhaul.catalog import CATALOG, Catalog
 from train.cli.command import run_command
 from train.cli.hints import did_you_mean, similar_names
@@ -84,10 +84,6 @@ def run(catalog: Catalog) -> NoReturn:
 
 def _usage() -> str:
     lines = [f"  {name:<22}{meaning}" for name, (_, meaning) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "Usage: longhaul <command> [group=choice] [key=value]",
-            *lines,
-            "longhaul <command> --help lists its keys.",
-        ]
-    )
+    start = f"{starting_words()} <command>"
+    usage = f"Usage: {start} [group=choice] [key=value]"
+    return "\n".join([usage, *lines, f"{start} --help lists its keys."])

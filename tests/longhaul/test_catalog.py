@@ -22,9 +22,10 @@ from longhaul.kinds import (
     OptimizerKind,
     ScheduleKind,
 )
+from train.cli.schema import config_yaml, read_yaml
 from train.config import Config
 from train.errors import ConfigError
-from train.identity import run_name
+from train.identity import flatten, run_name
 from train.recorded_parts import with_recorded_parts
 
 
@@ -131,15 +132,18 @@ def test_unused_parts_do_not_rename_a_run():
     assert len(names) == 3
 
 
-def test_a_recorded_config_can_be_read_without_its_parts():
-    values = {
-        "model": {"mixer_pattern": ["own", "attention"], "parts": {"own": {"size": 7}}},
-        "optimizer": {"name": "own_rule", "parts": {"own_rule": {"size": 4}}},
-        "train": {"loss": "own_loss"},
-        "data": {"format": "own_format"},
-    }
-    schema = with_recorded_parts(Config, values)
-    assert schema is not Config
+def test_a_recorded_config_can_be_read_without_its_parts(tmp_path):
+    overrides = ["model.mixer_pattern=[own,attention]", "model.parts.own.size=7"]
+    overrides += ["optimizer.name=own_rule", "train.loss=own_loss", "model.mlp=own_mlp"]
+    overrides += ["schedule.name=own_schedule", "data.document_start=true"]
+    overrides += ["data=text", "data.path=x", "data.format=own_format"]
+    config = compose(overrides, ALL)
+    path = tmp_path / "config.yaml"
+    path.write_text(config_yaml(config))
+    assert flatten(read_yaml(path)) == flatten(config)
+    assert read_yaml(path, ALL.schema(Config)) == config
+    with pytest.raises(ConfigError):
+        read_yaml(path, Config)
     assert with_recorded_parts(Config, {"model": {"num_layers": 2}}) is Config
 
 

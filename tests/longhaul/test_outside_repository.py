@@ -36,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "texts").mkdir()
     rows = [f'"What is {n} + {n}?",{2 * n}\n' for n in range(3000)]
-    (folder / "texts/sums.pairs").write_text("question,answer\n" + "".join(rows))
+    for name in ("sums", "more"):
+        (folder / f"texts/{name}.pairs").write_text("question,answer\n" + "".join(rows))
     return folder
 
 
@@ -80,6 +81,14 @@ def test_it_trains_on_eight_devices_and_a_killed_run_continues_bitwise(folder, r
     assert metrics(folder, "killed") == metrics(folder, "whole")
     assert len(metrics(folder, "whole")) == 10
     assert all(row["weight_norm"] > 0 for row in metrics(folder, "whole"))
+
+
+@pytest.mark.slow
+def test_several_processes_read_the_format(run):
+    prepared = run("data.prepare", "input=texts", "output=store", "workers=2")
+    counts = re.findall(r"([\d,]+) documents", prepared.stdout)
+    assert sum(int(count.replace(",", "")) for count in counts) == 6000
+    assert "python mine.py train data=tokens" in prepared.stdout
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import pytest
 
 from data.program import FOLDER, PACKAGES, PREFIX, ROOT
+from launch.archive import SETUP_FILES
+from longhaul import wheel as build
 from longhaul.wheel import MOVED, with_moved_imports
 from tests.fleet import REPOSITORY
 from tests.wheel import build_wheel
@@ -38,6 +40,12 @@ from tests.wheel import build_wheel
 )
 def test_imports_of_moved_packages_change(source, expected):
     assert with_moved_imports(source) == expected
+
+
+def test_the_build_knows_all_packages_and_what_an_archive_needs():
+    """The build imports nothing of the program, so it states these again."""
+    assert {*MOVED, "longhaul"} == {*PACKAGES}
+    assert build.SETUP_FILES == SETUP_FILES
 
 
 def test_nothing_else_changes():
