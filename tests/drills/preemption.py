@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from tests.drills.drill import drill, expect
-from tests.drills.ground import HALF, Ground
+from tests.drills.ground import HALF, SLOWER, Ground
 from tests.drills.run import Run
 from tests.fleet import Fleet
 from train.run.metrics import read_metrics
@@ -24,9 +24,9 @@ def stopped(run: Run, fleet: Fleet, number: int, process: int = 0) -> int:
     """Send a signal, check that the run stops as promised, and return its step."""
     began = time.monotonic()
     fleet.send(number, [process])
-    expect("exit codes", fleet.wait(60), [42] * len(fleet))
+    expect("exit codes", fleet.wait(), [42] * len(fleet))
     took = time.monotonic() - began
-    assert took < 15, f"it took {took:.1f} s"
+    assert took < 15 * SLOWER, f"it took {took:.1f} s"
     step = run.step
     expect("the newest sealed step", run.sealed()[-1], step)
     expect("leftovers", run.leftovers(), [])
@@ -92,7 +92,7 @@ def sigterm_in_every_phase(ground: Ground) -> str:
         time.sleep(delay_s)
         moment = time.time()
         fleet.send(signal.SIGTERM)
-        expect(f"exit code in {phase}", fleet.wait(60), [42])
+        expect(f"exit code in {phase}", fleet.wait(), [42])
         actual_phase = "save" if phase == "save" else run.phase_at(moment)
         hits[actual_phase] = hits.get(actual_phase, 0) + 1
         expect(f"sealed after {phase}", run.sealed()[-1:], [run.step][: run.step])
@@ -123,7 +123,7 @@ def sigterm_twice_then_sigkill(ground: Ground) -> str:
     than the newest one before SIGKILL, and ends with the same bits."""
     run = ground.run()
     reports = []
-    for patience_s in (0.05, 0.2, 0.4, 0.8, 15):
+    for patience_s in (0.05, 0.2, 0.4, 0.8, 15 * SLOWER):
         fleet = run.start()
         after_steps(run, fleet, 2)
         fleet.send(signal.SIGTERM)
@@ -134,7 +134,7 @@ def sigterm_twice_then_sigkill(ground: Ground) -> str:
             process.wait(patience_s)
         fleet.send(signal.SIGKILL)
         (code,) = fleet.wait()
-        assert code == 42 or (code == 137 and patience_s < 15), f"exit code {code}"
+        assert code == 42 or (code == 137 and patience_s < 1), f"exit code {code}"
         assert run.sealed()[-1:] >= newest, f"sealed {run.sealed()}, before {newest}"
         reports.append(f"{code} after {patience_s:g} s, step {run.sealed()[-1:]}")
     goes_on(run, run.sealed()[-1])
@@ -173,11 +173,11 @@ def sigterm_while_two_processes_end(ground: Ground) -> str:
             time.sleep(delay_s)
         began = time.monotonic()
         fleet.send(signal.SIGTERM, [1])
-        codes = fleet.wait(60)
+        codes = fleet.wait()
         took = time.monotonic() - began
         allowed = [42] if delay_s is None else [0, 42]
         assert {*codes} <= {*allowed}, f"{delay_s}: exit codes {codes}"
-        assert took < 15, f"{delay_s}: it took {took:.1f} s"
+        assert took < 15 * SLOWER, f"{delay_s}: it took {took:.1f} s"
         run.finish(f"train.num_steps={HALF}", count=2)
         scores = [row for row in read_metrics(run.path) if "eval/loss" in row]
         assert len(scores) == 1, f"{delay_s}: the last step's score: {scores}"

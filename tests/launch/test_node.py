@@ -108,9 +108,8 @@ def test_a_stop_file_ends_the_node_for_good(tmp_path):
     assert process.poll() is None
     (tmp_path / STOP).touch()
     assert process.wait(30) == 130
-    start = time.monotonic()  # another start does nothing either
+    # Another start does nothing either.
     assert main(["--folder", f"{tmp_path}", "--", "/no/such/program"]) == 130
-    assert time.monotonic() - start < 5
 
 
 def test_an_unreachable_store_stops_nothing(tmp_path, monkeypatch, capsys):

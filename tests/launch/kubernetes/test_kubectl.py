@@ -214,7 +214,7 @@ def test_logs_of_process_0_are_followed_through_a_restart(cluster, submitted, ca
     following = threading.Thread(target=gke_tpu.logs, args=(submitted, True))
     following.start()
     output = ""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while "step 7" not in output:
         assert time.monotonic() < deadline
         output += capfd.readouterr().out

