@@ -1,10 +1,10 @@
-"""The parts that a user adds to those of this program, and the config with them."""
+"""The catalog: the parts that a user adds, and the dataclasses of keys with them."""
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, make_dataclass, replace
-from typing import Annotated, Any, Literal, Self, get_args, get_type_hints
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
 from typing_extensions import Doc
 
@@ -12,21 +12,15 @@ from data.config import DataConfig
 from data.errors import Mistake
 from data.text.files import Format
 from longhaul.kinds import LossKind, Metric, OptimizerKind, ScheduleKind
-from model.config import ModelConfig
 from model.mixer_catalog import MIXERS
 from model.mixer_kind import MixerKind
 from model.mlp_kind import MLPKind
-from train.config import (
-    Config,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from train.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig
 from train.config.model import ModelSection, model_section
-from train.own_parts import chosen_part, with_own
+from train.own_parts import names_in, with_own, with_sections
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-# The names of metrics that each step or each line of metrics.jsonl has already.
+# The names that a line of metrics.jsonl has already.
 _METRICS = {"loss", "loss_mean", "targets", "grad_norm", "learning_rate", "skipped"}
 _METRICS |= {"overflow", "ahead_loss", "expert_load", "max_score", "tokens", "mfu"}
 _METRICS |= {"positions", "memory_bytes", "flops", "tokens_per_second", "step_seconds"}
@@ -41,16 +35,6 @@ class _TrainConfig(TrainConfig):
         Literal["cross_entropy"],
         Doc("The loss of a token, whose mean over the batch a step minimizes."),
     ] = "cross_entropy"
-
-
-@dataclass(frozen=True)
-class _ScheduleConfig(ScheduleConfig):
-    """The section `schedule` of a program to which schedules were added."""
-
-    def own_body(self, num_steps: int) -> Callable[[Any], Any] | None:
-        """Return the factor on the steps after the warm-up, if a user has added it."""
-        own = chosen_part(self, "name")
-        return None if own is None else own.part.make(own.values, num_steps)
 
 
 @dataclass(frozen=True)
@@ -100,7 +84,7 @@ class Catalog:
     def schema(self, base: type) -> type:
         """Return the dataclass of a command's keys, with the keys of these parts.
 
-        `base` is the dataclass without them: `Config`, or that of another command.
+        `base` is the dataclass without the added parts, such as `Config`.
         """
         if self == Catalog():
             return base
@@ -110,60 +94,61 @@ class Catalog:
 
     @functools.cached_property
     def _schemas(self) -> dict[type, type]:
-        """The dataclasses that were made: equal configs must have the same type."""
+        """The results of `schema`, because equal configs must have the same type."""
         return {}
 
     def _extended(self, base: type) -> type:
-        sections = [(f.name, self._sections.get(f.type)) for f in fields(base)]
-        changed = [(n, s, field(default_factory=s)) for n, s in sections if s]
-        attributes: dict[str, Any] = {"__doc__": base.__doc__}
+        sections = {
+            key.name: self._sections[key.type]
+            for key in fields(base)
+            if key.type in self._sections
+        }
+        attributes = {}
         if hasattr(base, "run_schema"):
             attributes["run_schema"] = self.schema(Config)
-        if "format" in {f.name for f in fields(base)}:
-            base = with_own(base, {"format": self.formats})
-        return make_dataclass(
-            base.__name__, changed, bases=(base,), frozen=True, namespace=attributes
-        )
+        if "format" in {key.name for key in fields(base)}:
+            base = with_own(base, "format", self.formats)
+        return with_sections(base, sections, **attributes)
 
     @functools.cached_property
     def _sections(self) -> Mapping[Any, type]:
-        """The sections of a config with these parts, by the section without them."""
+        """The dataclasses of sections with these parts, by those without them."""
         mixers = MIXERS | {kind.name: kind for kind in self.mixers}
         train = _TrainConfig if self.losses else TrainConfig
         return {
             ModelSection: model_section(mixers, self.mlps),
-            DataConfig: with_own(DataConfig, {"format": self.formats}),
-            OptimizerConfig: with_own(OptimizerConfig, {"name": self.optimizers}),
-            ScheduleConfig: with_own(_ScheduleConfig, {"name": self.schedules}),
-            TrainConfig: with_own(
-                train, {"loss": self.losses}, metrics=self.metrics, check=_check
-            ),
+            DataConfig: with_own(DataConfig, "format", self.formats),
+            OptimizerConfig: with_own(OptimizerConfig, "name", self.optimizers),
+            ScheduleConfig: with_own(ScheduleConfig, "name", self.schedules),
+            TrainConfig: with_own(train, "loss", self.losses, metrics=self.metrics),
         }
 
     def mistakes(self) -> list[Mistake]:
         """Return the mistakes in the records: types, names, and keys."""
-        found = list[Mistake]()
-        for key, kind, base in (
-            ("mixers", MixerKind, (ModelSection, "mixer")),
-            ("mlps", MLPKind, (ModelSection, "mlp")),
-            ("losses", LossKind, (_TrainConfig, "loss")),
-            ("optimizers", OptimizerKind, (OptimizerConfig, "name")),
-            ("schedules", ScheduleKind, (ScheduleConfig, "name")),
-            ("metrics", Metric, None),
-            ("formats", Format, (DataConfig, "format")),
+        mistakes = list[Mistake]()
+        for key, kind, section, choice in (
+            ("mixers", MixerKind, ModelSection, "mixer"),
+            ("mlps", MLPKind, ModelSection, "mlp"),
+            ("losses", LossKind, _TrainConfig, "loss"),
+            ("optimizers", OptimizerKind, OptimizerConfig, "name"),
+            ("schedules", ScheduleKind, ScheduleConfig, "name"),
+            ("metrics", Metric, None, ""),
+            ("formats", Format, DataConfig, "format"),
         ):
-            taken = _METRICS if base is None else {*_choices(*base)}
+            taken = {*_METRICS}
+            if section is not None:
+                taken = names_in(get_type_hints(section)[choice])
             for part in getattr(self, key):
-                found += _part_mistakes(f"catalog.{key}", part, kind, taken)
-                taken = {*taken, getattr(part, "name", "")}
-        return [*found, *self._collisions()]
+                mistakes += _part_mistakes(f"catalog.{key}", part, kind, taken)
+                taken.add(getattr(part, "name", ""))
+        return [*mistakes, *self._collisions()]
 
     def _collisions(self) -> Iterator[Mistake]:
-        """Yield mistakes of mixers and MLPs whose keys lie in one place."""
+        """Yield mistakes of mixers and MLPs whose keys would lie in the same place."""
         parts = *self.mixers, *self.mlps
-        with_keys = [part for part in parts if getattr(part, "section", None)]
-        for number, part in enumerate(with_keys):
-            for other in with_keys[:number]:
+        with_section = [part for part in parts if getattr(part, "section", None)]
+        for number, part in enumerate(with_section):
+            for other in with_section[:number]:
                 if part.name == other.name and part in self.mlps:
                     rule = "is the name of a mixer too, and both have keys below "
                     rule += f"model.parts.{part.name}. Give the MLP another name"
@@ -177,28 +162,10 @@ class Catalog:
 CATALOG = Catalog()
 
 
-def _check(model: ModelConfig, train: TrainConfig) -> None:
-    from longhaul.checks import check_added_parts  # Imports JAX.
-
-    check_added_parts(model, train)
-
-
-@functools.cache
-def _choices(section: type, key: str) -> frozenset[str]:
-    """Return the values that a key accepts without added parts."""
-    hint = get_type_hints(section)[key]
-    names = set[str]()
-    for member in (hint, *get_args(hint)):
-        names |= {*getattr(member, "__members__", ())}
-        if isinstance(member, str):
-            names.add(member)
-    return frozenset(names)
-
-
 def _part_mistakes(
     key: str, part: Any, kind: type, taken: set[str]
 ) -> Iterator[Mistake]:
-    """Yield the mistakes in one record. `taken` are names that it cannot have."""
+    """Yield the mistakes in one record. `taken` holds names that it cannot have."""
     if not isinstance(part, kind):
         yield Mistake(key, type(part).__name__, f"must be a {kind.__name__}")
         return
@@ -222,6 +189,6 @@ def _part_mistakes(
         rule = f"needs a hashable default for each key: {error}"
         yield Mistake(f"{key}.section", section.__name__, rule)
     for name, hint in get_type_hints(section, include_extras=True).items():
-        if not any(isinstance(n, Doc) for n in getattr(hint, "__metadata__", ())):
+        if not any(isinstance(m, Doc) for m in getattr(hint, "__metadata__", ())):
             rule = 'needs a sentence: Annotated[type, Doc("What it does.")]'
             yield Mistake(f"{key}.section.{name}", "", rule)

@@ -39,4 +39,4 @@ class MLPKind:
 
 def mlps_of(config: ModelConfig) -> Mapping[str, MLPKind]:
     """Return the MLPs that users have added to those of `model.mlp`, by name."""
-    return getattr(type(config), "mlps", {})
+    return getattr(type(config), "own", {}).get("mlp", {})

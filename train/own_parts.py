@@ -1,31 +1,26 @@
 """Sections of the config with parts that users have added.
 
-A section of the config knows the parts that were added to it: its class has them in the
-attribute `own`, by key and name. The keys of a part lie below `parts.<name>`.
+The class of such a section has the attribute `own`: the added parts, by the key that
+chooses one of them, and by name. The keys of a part lie below `parts.<name>`.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field, fields, make_dataclass
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    Protocol,
-    get_type_hints,
-)
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
-# The sections of a config that may have added parts.
-SECTIONS = ("model", "data", "optimizer", "schedule", "train")
+# The keys that choose parts, by the section of a config that may have added parts.
+CHOICES = {
+    "model": ("mixer", "mlp"),
+    "data": ("format",),
+    "optimizer": ("name",),
+    "schedule": ("name",),
+    "train": ("loss",),
+}
 
 
-class Part(Protocol):
-    """What all records of parts have. Most also have a `section`: their keys."""
-
-    @property
-    def name(self) -> str:
-        """The value of the key that chooses the part."""
-        ...
+@dataclass(frozen=True)
+class Parts:
+    """The keys of added parts, a section for each."""
 
 
 class Chosen(NamedTuple):
@@ -49,67 +44,79 @@ def added_metrics(train: object) -> tuple[Any, ...]:
     return getattr(type(train), "metrics", ())
 
 
-def check_added_parts(model: Any, train: Any) -> None:
-    """Check the added parts that two sections choose, before anything is compiled.
+def names_in(hint: Any) -> set[str]:
+    """Return the names that a type accepts: of an enum, a Literal, or a union."""
+    members = (hint, *get_args(hint))
+    names = {name for member in members for name in getattr(member, "__members__", ())}
+    return names | {member for member in members if isinstance(member, str)}
 
-    Raises:
-        ConfigError: a part lacks a method, fails, or returns another shape.
+
+def with_sections(base: type, sections: Mapping[str, type], **attributes: Any) -> type:
+    """Return a dataclass like `base`, with other types of some sections.
+
+    `attributes` are those of the class. If nothing changes, `base` is returned.
     """
-    if (check := getattr(type(train), "check", None)) is not None:
-        check(model, train)
+    types = {key.name: key.type for key in fields(base)}
+    changed = [
+        (name, section, field(default_factory=section))
+        for name, section in sections.items()
+        if section is not types.get(name)
+    ]
+    if not changed and not attributes:
+        return base
+    return with_keys(base, changed, **attributes)
+
+
+def with_keys(base: type, keys: Iterable[Any], **attributes: Any) -> type:
+    """Return a dataclass like `base`, with further or other keys.
+
+    `keys` are those of `make_dataclass`, and `attributes` are those of the class.
+    """
+    # Without a docstring, `dataclass` would write one with the type of every key.
+    namespace = {"__doc__": base.__doc__, **attributes}
+    return make_dataclass(
+        base.__name__, keys, bases=(base,), frozen=True, namespace=namespace
+    )
 
 
 def with_own(
     base: type,
-    own: Mapping[str, Iterable[Part]],
-    keys: Iterable[Part] = (),
+    key: str,
+    parts: Iterable[Any],
+    others: Iterable[Any] = (),
     **attributes: Any,
 ) -> type:
-    """Return a section whose keys may also name added parts.
+    """Return a section in which a key may also name added parts.
 
     Args:
         base: the dataclass of the section.
-        own: the parts by the key that chooses one of them. Without parts, the key stays
-            as it is.
-        keys: further parts, whose keys lie below `parts` too.
+        key: the key that chooses a part. Without parts, it stays as it is.
+        parts: the records of the added parts.
+        others: records of parts that other keys choose. Their keys lie below `parts`
+            too.
         attributes: further attributes of the class.
     """
-    by_key = {key: {part.name: part for part in parts} for key, parts in own.items()}
+    by_name = {part.name: part for part in parts}
     changed = list[Any]()
-    for key, parts in by_key.items():
-        if parts:
-            hint = get_type_hints(base, include_extras=True)[key]
-            names = Literal[tuple(parts)]
-            default = next(f.default for f in fields(base) if f.name == key)
-            accepted = Annotated[hint.__origin__ | names, *hint.__metadata__]
-            changed.append((key, accepted, default))
-    all_parts = [*keys, *(part for parts in by_key.values() for part in parts.values())]
-    sections: dict[str, Any] = {
-        part.name: section
-        for part in all_parts
-        if (section := getattr(part, "section", None)) is not None
+    if by_name:
+        hint = get_type_hints(base, include_extras=True)[key]
+        names = Literal[tuple(by_name)]
+        accepted = Annotated[hint.__origin__ | names, *hint.__metadata__]
+        changed.append((key, accepted, getattr(base, key)))
+    sections = {
+        part.name: part.section
+        for part in (*others, *by_name.values())
+        if getattr(part, "section", None)
     }
     if sections:
-        parts_type = make_dataclass(
-            "Parts",
-            [(n, s, field(default_factory=s)) for n, s in sections.items()],
-            frozen=True,
-            namespace={"__doc__": "The keys of added parts, a section for each."},
-        )
+        parts_type = with_sections(Parts, sections)
         changed.append(("parts", parts_type, field(default_factory=parts_type)))
     if not changed and not attributes:
         return base
-    namespace = {"__doc__": base.__doc__, "own": by_key, **attributes}
-    return make_dataclass(
-        base.__name__, changed, bases=(base,), frozen=True, namespace=namespace
-    )
+    return with_keys(base, changed, own={key: by_name}, **attributes)
 
 
 def sections_like(schema: type, config: Any) -> type:
     """Return a dataclass of all keys, with the added parts of a config's sections."""
-    changed = list[Any]()
-    for key in fields(schema):
-        section = type(getattr(config, key.name))
-        if key.name in SECTIONS and section is not key.type:
-            changed.append((key.name, section, field(default_factory=section)))
-    return make_dataclass(schema.__name__, changed, bases=(schema,), frozen=True)
+    sections = {name: type(getattr(config, name)) for name in CHOICES}
+    return with_sections(schema, sections)

@@ -3,11 +3,10 @@
 Each kind of cluster has its own dataclass of keys.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 from typing_extensions import Doc
 
@@ -24,6 +23,7 @@ from launch.config.clusters import (
     SshCluster,
 )
 from train.config import Config
+from train.own_parts import with_sections
 
 
 class Action(StrEnum):
@@ -80,12 +80,4 @@ def kind_of(cluster: ClusterConfig) -> str:
 
 def schema_of(kind: str) -> type:
     """Return the dataclass of all keys of `python -m launch` for a kind of cluster."""
-    default: Any = field(default_factory=KINDS[kind])
-    cluster_field = ("cluster", KINDS[kind], default)
-    return dataclasses.make_dataclass(
-        "LaunchConfig",
-        [cluster_field],
-        bases=(LaunchConfig,),
-        frozen=True,
-        namespace={"__doc__": LaunchConfig.__doc__},
-    )
+    return with_sections(LaunchConfig, {"cluster": KINDS[kind]})

@@ -45,13 +45,11 @@ def model_section(
         ("mixer", names, Mixer(ModelConfig.mixer)),
         ("mixer_pattern", patterns, ModelConfig.mixer_pattern),
     ]
-    # Without a docstring, `dataclass` would write one with the type of every key.
     attributes = {"__doc__": ModelConfig.__doc__, "kinds": mixers}
-    attributes["mlps"] = {kind.name: kind for kind in mlps}
     section = make_dataclass(
         "ModelSection", keys, bases=(_WithParts,), frozen=True, namespace=attributes
     )
-    return with_own(section, {"mlp": mlps}, mixers.values())
+    return with_own(section, "mlp", mlps, mixers.values())
 
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing_extensions import Doc
 from data.config import Count, DataConfig, Number
 from data.phases import step_at
 from train.config.bounds import NotNegative, Positive
+from train.own_parts import chosen_part
 
 
 class Schedule(StrEnum):
@@ -170,7 +171,8 @@ class ScheduleConfig:
 
     def own_body(self, num_steps: int) -> Callable[[Any], Any] | None:
         """Return the factor on the steps after the warm-up, if a user has added it."""
-        return None
+        own = chosen_part(self, "name")
+        return None if own is None else own.part.make(own.values, num_steps)
 
     @property
     def ends_at_zero(self) -> bool:

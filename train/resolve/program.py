@@ -29,7 +29,8 @@ from train.errors import ConfigError, check_all
 from train.hardware.collective_steps import collective_steps
 from train.losses.catalog import make_loss
 from train.optimizers.catalog import OPTIMIZERS
-from train.own_parts import added_metrics, check_added_parts
+from train.own_parts import added_metrics
+from train.resolve.added_parts import check_added_parts
 from train.resolve.execution import ExecutionChoice
 from train.resolve.mesh import Device, make_mesh
 from train.resolve.mesh_sizes import (

@@ -4,6 +4,7 @@ Shapes: B batch, T time, D embed.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,11 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from data.errors import Mistake
-from model.catalog import MODEL_PARTS
 from model.choices import Position
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
-from model.mixer_catalog import kinds_of
+from model.mixer_catalog import MIXERS, kinds_of
 from model.mlp_kind import mlps_of
 from model.rope import make_rotations
 from train.config import TrainConfig
@@ -23,11 +23,11 @@ from train.core.loss.token_loss import TokenLoss
 from train.errors import ConfigError
 from train.losses.catalog import make_loss
 
-_T = 8  # positions of the row that a part is tried on
+_T = 8  # The number of positions in the row on which a part is tried.
 
 
 def check_added_parts(model: ModelConfig, train: TrainConfig) -> None:
-    """Try the added mixers, MLP and loss of a config on abstract arrays.
+    """Try the added mixers, MLP and loss that a config chooses, on abstract arrays.
 
     Raises:
         ConfigError: a part lacks a method, fails, or returns another shape.
@@ -44,18 +44,18 @@ def check_added_parts(model: ModelConfig, train: TrainConfig) -> None:
             mistakes.append(Mistake(key, name, rule))
 
     for name in dict.fromkeys(model.mixers):
-        if name not in MODEL_PARTS.mixers:
+        if name not in MIXERS:
             make = kinds_of(model)[name].make
-            check("model.mixer", str(name), lambda m=make: _mixer_rule(m, model))
+            check("model.mixer", str(name), partial(_mixer_rule, make, model))
     if (mlp := mlps_of(model).get(model.mlp)) is not None:
-        check("model.mlp", mlp.name, lambda: _mlp_rule(mlp.make, model))
-    check("train.loss", getattr(train, "loss", ""), lambda: _loss_rule(train))
+        check("model.mlp", mlp.name, partial(_mlp_rule, mlp.make, model))
+    check("train.loss", getattr(train, "loss", ""), partial(_loss_rule, train))
     if mistakes:
         raise ConfigError(mistakes)
 
 
 def _mixer_rule(make: Callable[..., Any], config: ModelConfig) -> str:
-    """Return the rule that a mixer breaks on a row, or on one position with a cache."""
+    """Return the rule that a mixer breaks, for a row or for a position with a cache."""
     if not hasattr(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))), "empty_cache"):
         return "lacks the method empty_cache, which sampling needs"
 
@@ -75,7 +75,7 @@ def _mixer_rule(make: Callable[..., Any], config: ModelConfig) -> str:
 
 
 def _mlp_rule(make: Callable[..., Any], config: ModelConfig) -> str:
-    """Return the rule that an MLP breaks on a row."""
+    """Return the rule that an MLP breaks, or "" if there is none."""
 
     def run() -> jax.Array:
         x_BTD = jnp.zeros((1, _T, config.embed_dim))
@@ -85,7 +85,7 @@ def _mlp_rule(make: Callable[..., Any], config: ModelConfig) -> str:
 
 
 def _loss_rule(train: TrainConfig) -> str:
-    """Return the rule that a loss breaks."""
+    """Return the rule that a loss breaks, or "" if there is none."""
     loss = make_loss(train)
     if not isinstance(loss, TokenLoss):
         return "needs uses_mean_logit, sum and factors (TokenLoss in longhaul.losses)"
