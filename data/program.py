@@ -20,32 +20,29 @@ _COMMAND = re.compile(r"python -m ((?:train|data|launch)(?:\.[a-z]\w*)*)\b")
 
 
 class _Starter:
-    """How this process was started, a fact of the process as `sys.argv` is one.
+    """How this process was started. Like `sys.argv`, this belongs to the process.
 
-    words: what was typed before the name of a command; None for `python -m`.
-    file: the user's own file, which started it; None for a file of this program.
-    command: the name of the command, if it came after these words.
+    words: what was typed before the name of the command; None for `python -m`.
+    command: the name of the command, if it was typed after these words.
+    file: the user's own file that started this process, if one did.
     """
 
     words: tuple[str, ...] | None = None
-    file: Path | None = None
     command: tuple[str, ...] = ()
+    file: Path | None = None
 
 
-def started_by_script() -> None:
-    """Record that the script `longhaul` started this process."""
-    _Starter.words = ("longhaul",)
+def started_by(words: tuple[str, ...], command: str, file: Path | None) -> None:
+    """Record how this process was started.
 
-
-def started_by_file(file: str) -> None:
-    """Record that a user's own file started this process (`python mine.py train`)."""
-    _Starter.words = ("python", file)
-    _Starter.file = Path(file).resolve()
-
-
-def started_command(name: str) -> None:
-    """Record the name of the command, which `sys.argv` no longer has."""
-    _Starter.command = (name,)
+    Args:
+        words: what was typed before the name of the command, such as `longhaul`.
+        command: the name of the command, which `sys.argv` no longer has.
+        file: the user's own file that started this process, if one did.
+    """
+    _Starter.words = words
+    _Starter.command = (command,)
+    _Starter.file = file
 
 
 def words_to_repeat() -> list[str]:
@@ -55,45 +52,30 @@ def words_to_repeat() -> list[str]:
     return [sys.executable, *words, *_Starter.command]
 
 
-def starting_words() -> str:
-    """Return what the user types before the name of a command."""
-    return shlex.join(_Starter.words or ("longhaul",))
-
-
 def own_file() -> Path | None:
     """Return the user's own file that started this process, if one did."""
     return _Starter.file
 
 
-def module_words(module: str, python: str = sys.executable) -> list[str]:
+def command_words(
+    module: str, python: str = sys.executable, unpacked: bool = False
+) -> list[str]:
     """Return the words that start a module of this program, such as `launch.node`.
 
-    -P keeps the working directory off the path of imports, so PYTHONPATH must name
-    ROOT unless this program is installed.
+    They name the user's own file, if it started this process. With `unpacked`, this
+    file lies in ROOT. -P keeps the working directory off the path of imports, so
+    PYTHONPATH must name ROOT unless this program is installed.
     """
-    return [python, "-P", "-m", PREFIX + module]
+    file = _Starter.file
+    if file is None:
+        return [python, "-P", "-m", PREFIX + module]
+    start = ["-P", "-m", file.stem] if unpacked else [str(file)]
+    return [python, *start, short_name(module)]
 
 
 def installed_words(module: str, python: str) -> list[str]:
     """Return the words that start a module of an installed copy or of a clone."""
     return [python, "-P", "-m", "longhaul", short_name(module)]
-
-
-def command_words(module: str, python: str = sys.executable) -> list[str]:
-    """Return the words that start a command, from the file that started this process.
-
-    PYTHONPATH must name ROOT, as for `module_words`.
-    """
-    if _Starter.file is None:
-        return module_words(module, python)
-    return [python, str(_Starter.file), short_name(module)]
-
-
-def unpacked_words(module: str, python: str) -> list[str]:
-    """Return the words that start a command whose code and own file are in ROOT."""
-    if _Starter.file is None:
-        return module_words(module, python)
-    return [python, "-P", "-m", _Starter.file.stem, short_name(module)]
 
 
 def short_name(module: str) -> str:

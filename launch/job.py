@@ -10,10 +10,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 from data.errors import Mistake
-from data.program import command_words, installed_words, unpacked_words
+from data.program import command_words, installed_words
 from data.storage import is_remote
 from launch.config.clusters import Code
 from train.cli.quoting import hydra_text
@@ -96,15 +96,9 @@ class Job:
 
 def start_words(module: str, python: str, code: Code) -> list[str]:
     """Return the words that start a module; `Job.variables` sets PYTHONPATH."""
-    match code:
-        case Code.shared:
-            return command_words(module, python)
-        case Code.archive:
-            return unpacked_words(module, python)
-        case Code.image:
-            return installed_words(module, python)
-        case _:
-            assert_never(code)
+    if code is Code.image:
+        return installed_words(module, python)
+    return command_words(module, python, unpacked=code is Code.archive)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,13 @@
 
 from typing import NoReturn
 
-from data.program import started_by_script
 from longhaul.catalog import CATALOG
 from longhaul.commands import run
 
 
 def script() -> NoReturn:
     """Run the command that the arguments name, and exit with its code."""
-    started_by_script()
-    run(CATALOG)
+    run(CATALOG, ("longhaul",))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 import importlib
 import runpy
+import shlex
 import sys
+from pathlib import Path
 from typing import NoReturn
 
-from data.program import PREFIX, started_by_file, started_command, starting_words
+from data.program import PREFIX, started_by
 from longhaul.catalog import CATALOG, Catalog
 from train.cli.command import run_command
 from train.cli.hints import did_you_mean, similar_names
@@ -14,14 +16,8 @@ from train.errors import WRONG_CONFIG, ConfigError
 # The module of each command and what it does, by the name after `longhaul`.
 COMMANDS = {
     "train": ("train.__main__", "trains, or continues the run of the same name"),
-    "plan": (
-        "train.plan.__main__",
-        "shows layout, memory and speed in advance",
-    ),
-    "prove": (
-        "train.prove.__main__",
-        "proves that the mesh changes no result",
-    ),
+    "plan": ("train.plan.__main__", "shows layout, memory and speed in advance"),
+    "prove": ("train.prove.__main__", "proves that the mesh changes no result"),
     "status": ("train.status", "shows the progress of a run, and how it uses its time"),
     "report": ("train.report", "compares runs on one page"),
     "profile": ("train.profile.__main__", "shows how the time of a step is spent"),
@@ -47,7 +43,7 @@ _INTERNAL = ("launch.node", "launch.unpack")
 def main(catalog: Catalog = CATALOG) -> NoReturn:
     """Run the command that `sys.argv` names, with the parts of a catalog, and exit.
 
-    A file of one's own calls this function, and becomes the command:
+    A file that calls this function becomes the command:
 
         if __name__ == "__main__":
             longhaul.main(longhaul.CATALOG.with_mixer(GATED_CONV))
@@ -55,24 +51,33 @@ def main(catalog: Catalog = CATALOG) -> NoReturn:
     `python mine.py train model.mixer=gated_conv` then trains. The exit code is that of
     the command; it is 78 if the catalog or the command line has mistakes.
     """
-    started_by_file(sys.argv[0])
-    run(catalog)
+    file = sys.argv[0]
+    run(catalog, ("python", file), Path(file).resolve())
 
 
-def run(catalog: Catalog) -> NoReturn:
-    """Run the command that `sys.argv` names, with the parts of a catalog, and exit."""
+def run(
+    catalog: Catalog, words: tuple[str, ...], own_file: Path | None = None
+) -> NoReturn:
+    """Run the command that `sys.argv` names after `words`, and exit with its code.
+
+    `own_file` is the user's own file, if it started this process.
+    """
+    start = f"{shlex.join(words)} <command>"
+    lines = [f"  {name:<22}{meaning}" for name, (_, meaning) in COMMANDS.items()]
+    lines = [f"Usage: {start} [group=choice] [key=value]", *lines]
+    usage = "\n".join([*lines, f"{start} --help lists its keys."])
     name = sys.argv[1] if sys.argv[1:] else "--help"
     if name in ("-h", "--help"):
-        print(_usage())
+        print(usage)
         sys.exit(0)
     if name not in (*COMMANDS, *_INTERNAL):
         similar = did_you_mean(similar_names(name, COMMANDS))
-        print(f"{name}: there is no such command{similar}\n{_usage()}", file=sys.stderr)
+        print(f"{name}: there is no such command{similar}\n{usage}", file=sys.stderr)
         sys.exit(WRONG_CONFIG)
     if mistakes := catalog.mistakes():
         print(ConfigError(mistakes), file=sys.stderr)
         sys.exit(WRONG_CONFIG)
-    started_command(name)
+    started_by(words, name, own_file)
     del sys.argv[1]
     if name in _INTERNAL:
         runpy.run_module(PREFIX + name, run_name="__main__", alter_sys=True)
@@ -80,10 +85,3 @@ def run(catalog: Catalog) -> NoReturn:
     module, _ = COMMANDS[name]
     command = importlib.import_module(PREFIX + module).COMMAND
     run_command(command, catalog.schema)
-
-
-def _usage() -> str:
-    lines = [f"  {name:<22}{meaning}" for name, (_, meaning) in COMMANDS.items()]
-    start = f"{starting_words()} <command>"
-    usage = f"Usage: {start} [group=choice] [key=value]"
-    return "\n".join([usage, *lines, f"{start} --help lists its keys."])

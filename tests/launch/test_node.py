@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data.program import module_words
+from data.program import command_words
 from launch.node import STOP, main, node_command
 from tests.fleet import REPOSITORY
 from tests.program import program_code
@@ -42,7 +42,7 @@ def test_a_notice_while_the_node_ends_changes_nothing():
     notices = tuple(map(int, (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)))
     code = f"""
 import os, sys
-from data.program import module_words
+from data.program import command_words
 from launch.node import main
 
 class Late:
@@ -83,7 +83,7 @@ def test_crashes_are_counted_and_others_are_not(tmp_path):
 
 
 def start_node(*options: str, program: str = WAITS) -> subprocess.Popen[str]:
-    command = node_command(module_words("launch.node"))[:-1]
+    command = node_command(command_words("launch.node"))[:-1]
     command = [*command, *options, "--", sys.executable, "-c", program]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE)
