@@ -81,11 +81,8 @@ def launch_mistakes(config: Any) -> list[Mistake]:
         variables = config.cluster.environment
         mistakes += environment_mistakes(variables, backend.SECRETS_REMEDY)
         overrides = parse_flags(sys.argv[1:]).overrides
-        own = (
-            "cluster.environment",
-            "cluster.secrets",
-        )  # these have rules of their own
-        overrides = [o for o in overrides if not o.lstrip("+").startswith(own)]
+        checked = ("cluster.environment", "cluster.secrets")  # by the backend
+        overrides = [o for o in overrides if not o.lstrip("+").startswith(checked)]
         mistakes += secret_mistakes(overrides, backend.SECRETS_REMEDY)
         directory = run_dir(config.plain())
         try:
@@ -94,17 +91,11 @@ def launch_mistakes(config: Any) -> list[Mistake]:
             mistakes += error.mistakes
         mistakes += backend.cluster_mistakes(config.cluster, directory)
         mistakes += input_path_mistakes(config)
-        mistakes += _own_file_mistakes(config.cluster)
+        file = own_file()
+        if file is not None and getattr(config.cluster, "code", None) is Code.image:
+            rule = f"does not bring {file.name} to the machines; use archive or shared"
+            mistakes.append(Mistake("cluster.code", Code.image, rule))
     return mistakes
-
-
-def _own_file_mistakes(cluster: Any) -> list[Mistake]:
-    """List a mistake if the user's own file cannot get to the machines."""
-    file = own_file()
-    if file is None or getattr(cluster, "code", None) is not Code.image:
-        return []
-    rule = f"does not bring {file.name} to the machines; use archive or shared"
-    return [Mistake("cluster.code", Code.image, rule)]
 
 
 def _print_status(submission: Submission) -> int:

@@ -41,6 +41,7 @@ from launch.submissions import (
     write_submission,
 )
 from train.cli.command import compose, config_yaml
+from train.cli.flags import key_of
 from train.cli.quoting import hydra_text
 from train.config import Config
 from train.errors import FINISHED, ConfigError, writing
@@ -96,8 +97,7 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
         run_name=run_name(config.plain()),
     )
     job = dataclasses.replace(job, folder=os.fspath(submission.folder))
-    rendered = backend.render(job, cluster)
-    _refuse_secrets(rendered, backend.SECRETS_REMEDY)
+    rendered = _render(backend, job, cluster)
     files = {**_files_to_write(rendered, cluster), "config.yaml": config_yaml(config)}
     submission = write_submission(submission, files, ROOT)
     log.info("%s: recorded in %s", job.name, submission.folder)
@@ -122,8 +122,7 @@ def render_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     job, unchecked = _with_plan(config, _job(config, arguments, workdir), backend)
     folder = os.fspath(folder_to_render(resolved_run_dir(config)))
     job = dataclasses.replace(job, folder=folder, rendered_to=config.output or ".")
-    rendered = backend.render(job, config.cluster)
-    _refuse_secrets(rendered, backend.SECRETS_REMEDY)
+    rendered = _render(backend, job, config.cluster)
     if config.output is not None:
         files = _files_to_write(rendered, config.cluster)
         with writing("output", config.output):
@@ -162,9 +161,9 @@ def resume(
     `typed` is the config of this command line. Only `force` and `json` are read.
     """
     for word in overrides:
-        if _key_of(word) not in _RESUME_KEYS and word not in submission.arguments:
+        if key_of(word) not in _RESUME_KEYS and word not in submission.arguments:
             why = "action=resume repeats the recorded submission unchanged"
-            log.warning("%s has no effect: %s", _key_of(word), why)
+            log.warning("%s has no effect: %s", key_of(word), why)
     schema = sections_like(schema_of(submission.kind), typed)
     config = compose(submission.arguments, "launch", schema)
     config = dataclasses.replace(
@@ -202,9 +201,11 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
     )
 
 
-def _refuse_secrets(rendered: Rendered, remedy: str) -> None:
-    """Raise ConfigError if a file holds a secret, which some preset has brought."""
-    rule = f"would hold a secret. Leave it out of the cluster's preset; {remedy}"
+def _render(backend: Backend, job: Job, cluster: Any) -> Rendered:
+    """Render a job; raise ConfigError if a preset has brought a secret into a file."""
+    rendered = backend.render(job, cluster)
+    rule = "would hold a secret. Leave it out of the cluster's preset; "
+    rule += backend.SECRETS_REMEDY
     mistakes = [
         Mistake(name, "(not shown)", rule)
         for name, text in rendered.files.items()
@@ -212,6 +213,7 @@ def _refuse_secrets(rendered: Rendered, remedy: str) -> None:
     ]
     if mistakes:
         raise ConfigError(mistakes)
+    return rendered
 
 
 def _files_to_write(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:
@@ -233,10 +235,6 @@ def _refuse_second_submission(directory: str) -> None:
 
 def _training_overrides(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
     """Return the overrides for training, with the run's absolute directory."""
-    passed = [a for a in arguments if _key_of(a).partition(".")[0] not in LAUNCH_KEYS]
-    passed = [a for a in passed if _key_of(a) != "run.dir"]
+    passed = [a for a in arguments if key_of(a).partition(".")[0] not in LAUNCH_KEYS]
+    passed = [a for a in passed if key_of(a) != "run.dir"]
     return (*passed, hydra_text("run.dir", directory))
-
-
-def _key_of(argument: str) -> str:
-    return argument.lstrip("+~").partition("=")[0]

@@ -13,8 +13,8 @@ from etils import epath
 
 from data.errors import Mistake
 from data.program import shown_command
-from train.cli.command import Command, Extend, compose, run_command, unextended
-from train.cli.flags import is_sweep, parse_flags
+from train.cli.command import Command, Extend, compose, run_command
+from train.cli.flags import is_sweep, key_of, parse_flags
 from train.cli.schema import read_yaml
 from train.config import Config, RunConfig
 from train.errors import ConfigError
@@ -39,13 +39,13 @@ def trunk_of(arguments: Sequence[str]) -> epath.Path:
 
 
 def read_schema(
-    arguments: list[str], extend: Extend = unextended
+    arguments: list[str], extend: Extend = lambda schema: schema
 ) -> tuple[type[Config], list[str]]:
     """Return Config with the branch's base as defaults, and the other arguments.
 
-    The base is recorded in the branch's directory, or is the trunk's config if the
-    branch has not begun. The default name is made of the trunk's and the step. --help
-    and --cfg schema need no trunk.
+    The base is recorded in the branch's directory. If the branch has not begun, the
+    base is the trunk's config. The default name consists of the trunk's and the step.
+    --help and --cfg schema need no trunk.
 
     Raises:
         ConfigError: there is no trunk, or its config cannot be read.
@@ -60,44 +60,49 @@ def read_schema(
     from train.run.branch import base_config
     from train.run.starts import needing_parts, newest_start
 
-    step = trunk_of(arguments)
-    base = base_config(_directory_in(others, step), step)
+    checkpoint = trunk_of(arguments)
+    text = base_config(_directory_in(others, checkpoint), checkpoint)
     # Text such as ${oc.env:NAME} must stay as it is.
-    text = base.replace("${", r"\${")
-    run = step.parents[1]
-    with needing_parts(newest_start(run), str(run)):
-        base = read_yaml(run, extend(Config), text=text)
-    return _schema(base, step), others
+    text = text.replace("${", r"\${")
+    trunk = checkpoint.parents[1]
+    with needing_parts(newest_start(trunk), str(trunk)):
+        base = read_yaml(trunk, extend(Config), text=text)
+    return _schema(base, checkpoint), others
 
 
-def _schema(base: Config, step: epath.Path) -> type[Config]:
-    """Return Config with other defaults, and the default name of a branch."""
-    base = replace(base, run=RunConfig(name=f"{step.parents[1].name}-{step.name}"))
+def _schema(base: Config, checkpoint: epath.Path) -> type[Config]:
+    """Return Config with the values of `base`, and the branch's name, as defaults."""
+    base = replace(base, run=RunConfig(name=_default_name(checkpoint)))
     keys = fields(type(base))
     defaults = [(key.name, key.type, getattr(base, key.name)) for key in keys]
     return make_dataclass("BranchConfig", defaults, bases=(type(base),), frozen=True)
 
 
-def _directory_in(arguments: Sequence[str], step: epath.Path) -> epath.Path | None:
+def _directory_in(
+    arguments: Sequence[str], checkpoint: epath.Path
+) -> epath.Path | None:
     """Return the branch's directory, from the arguments for run.*; None if wrong.
 
     The directory must be known before the base, which is recorded there.
     """
     from train.run.folder import run_folder
 
-    keys = {text: text.lstrip("+~").partition("=")[0] for text in arguments}
-    own = [text for text in arguments if keys[text].partition(".")[0] == "run"]
+    run_keys = [t for t in arguments if key_of(t).partition(".")[0] == "run"]
     try:
-        config = compose(own, "branch", _schema(Config(), step))
-        return run_folder(_directory(config.run, step))
+        config = compose(run_keys, "branch", _schema(Config(), checkpoint))
+        return run_folder(_directory(config.run, checkpoint))
     except ConfigError:  # reported with the other mistakes of the command line
         return None
 
 
-def _directory(run: RunConfig, step: epath.Path) -> str:
+def _directory(run: RunConfig, checkpoint: epath.Path) -> str:
     """Return the branch's directory: by default, next to the trunk."""
-    default_name = f"{step.parents[1].name}-{step.name}"
-    return run.dir or str(step.parents[2] / (run.name or default_name))
+    name = run.name or _default_name(checkpoint)
+    return run.dir or str(checkpoint.parents[2] / name)
+
+
+def _default_name(checkpoint: epath.Path) -> str:
+    return f"{checkpoint.parents[1].name}-{checkpoint.name}"
 
 
 def main(config: Config) -> int:
@@ -106,14 +111,14 @@ def main(config: Config) -> int:
     from train.run.folder import run_folder
     from train.start import start_run
 
-    step = trunk_of(sys.argv[1:])
-    run_dir = _directory(config.run, step)
-    if _directory_in(sys.argv[1:], step) != run_folder(run_dir):
+    checkpoint = trunk_of(sys.argv[1:])
+    run_dir = _directory(config.run, checkpoint)
+    if _directory_in(sys.argv[1:], checkpoint) != run_folder(run_dir):
         rule = "must not depend on other keys in a branch; write the name out"
         raise ConfigError([Mistake("run.name", config.run.name, rule)])
     config = replace(config.plain(), run=replace(config.run, dir=run_dir))
     command = shown_command("train.branch", sys.argv[1:])
-    return start_run(config, command, partial(begin_branch, step))
+    return start_run(config, command, partial(begin_branch, checkpoint))
 
 
 COMMAND = Command(main, "branch", read_schema=read_schema, trains=True)

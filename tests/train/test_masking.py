@@ -15,8 +15,9 @@ from data.program import PREFIX
 from tests.train.planted import PLANTED, READABLE
 from train import masking
 from train.cli import command
-from train.cli.command import compose, config_yaml, read_yaml
+from train.cli.command import compose, config_yaml
 from train.cli.quoting import hydra_text
+from train.cli.schema import read_yaml
 from train.config import Config
 from train.errors import ConfigError
 from train.identity import config_differences, flatten, run_name

@@ -24,50 +24,35 @@ from typing import Any, NoReturn
 
 from data.errors import DataError
 from data.program import PACKAGES, PREFIX, with_shown_commands
-from train.cli.compose import Validate, check_command_line, compose
+from train.cli.compose import Validate, check_command_line
+from train.cli.compose import compose as compose
 from train.cli.flags import flags_first, is_sweep, parse_flags
 from train.cli.help import help_text
 from train.cli.leaving import run_and_leave
 from train.cli.presets import CONFIG_DIR, VERSION_BASE, register
 from train.cli.quoting import quote_text
 from train.cli.rules import config_mistakes
-from train.cli.schema import config_yaml, read_yaml
+from train.cli.schema import config_yaml
 from train.cli.unread_keys import unread_key_warnings
 from train.config import Config
 from train.errors import CRASHED, STOPPED, ConfigError, Exit, exit_code
 from train.masking import mask_streams
 
-__all__ = [
-    "Command",
-    "check_command_line",
-    "compose",
-    "config_yaml",
-    "read_yaml",
-    "run_command",
-]
-
 # Maps the config of a job to its run.dir and its last evaluation loss.
 Outcome = Callable[[Any], tuple[str, float | None]]
-
-log = logging.getLogger(__name__)
-
-
 # Returns the dataclass of a command's keys, with those of parts that a user added.
 Extend = Callable[[type], type]
 # Returns a dataclass of keys, and the arguments without those that choose it.
 ReadSchema = Callable[[list[str], Extend], tuple[type, list[str]]]
 
-
-def unextended(schema: type) -> type:
-    """Return the same dataclass: no parts are added."""
-    return schema
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Command:
     """A command of this program.
 
-    main: takes the config and returns the exit code; None is 0. A ConfigError exits
+    main: takes the config and returns the exit code; None means 0. A ConfigError exits
         with 78, a DataError with 65, and an Exit with its code, without traceback.
     config_name: the root file in `configs/`.
     schema: the dataclass that `main` takes.
@@ -75,8 +60,8 @@ class Command:
         checked.
     default_choices: returns `group=choice` pairs that the arguments may override.
     outcome: returns a job's directory and loss, for the table after a sweep.
-    read_schema: returns a schema that takes the place of `schema`.
-    trains: whether the command trains, and leaves without waiting for threads.
+    read_schema: returns a schema to use instead of `schema`.
+    trains: whether the command trains. Then it exits without waiting for threads.
     """
 
     main: Callable[[Any], int | None]
@@ -89,8 +74,11 @@ class Command:
     trains: bool = False
 
 
-def run_command(command: Command, extend: Extend = unextended) -> NoReturn:
-    """Run a command on the arguments of this process, and exit with its code."""
+def run_command(command: Command, extend: Extend = lambda schema: schema) -> NoReturn:
+    """Run a command on the arguments of this process, and exit with its code.
+
+    `extend` adds the keys of a user's parts to a dataclass of keys.
+    """
     if command.trains:
         run_and_leave(lambda: _run(command, extend))
     _run(command, extend)

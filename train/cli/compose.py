@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data.errors import Mistake
 from train.cli.compat import node_of, override_parser
-from train.cli.flags import flag_mistakes, is_sweep, parse_flags
+from train.cli.flags import flag_mistakes, is_sweep, key_of, parse_flags
 from train.cli.hints import (
     did_you_mean,
     keys_of,
@@ -111,7 +111,7 @@ def check_command_line(
         jobs = itertools.product(*filter(None, alternatives))
         configs = [checker.job_config(job) for job in itertools.islice(jobs, MAX_JOBS)]
     if mistakes:
-        typed_keys = [t.lstrip("+~").partition("=")[0] for t in flags.overrides]
+        typed_keys = [key_of(text) for text in flags.overrides]
         sections = [field.name for field in fields(schema)]
         mistakes.sort(key=lambda mistake: _sort_key(mistake.key, typed_keys, sections))
         raise ConfigError(mistakes)

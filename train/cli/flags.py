@@ -38,6 +38,11 @@ def flags_first(argv: Sequence[str]) -> list[str]:
     return sorted(argv, key=lambda a: a[0:1] == "~" or ("=" in a and a[0:1] != "-"))
 
 
+def key_of(override: str) -> str:
+    """Return the key in an override such as `+key=value` or `~key`."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def is_sweep(flags: Namespace) -> bool:
     """Return whether the command line is a sweep (`--multirun`)."""
     return flags.multirun or "hydra.mode=MULTIRUN" in flags.overrides
