@@ -25,19 +25,12 @@ from data.config import DataConfig, Source
 from data.encoding import decode
 from data.errors import DataError, Mistake
 from data.mixture import Mixture
-from data.phases import Phase, batch_number, phase_at, phases_of
+from data.phases import Phase, phase_at, phases_of
+from data.phases import batch_number as batch_number
 from data.rows import Rows, open_rows, read_rows
 from data.shuffle import seed_of, shuffled_rows
 from data.sources import Sources
 from data.splits import Split
-
-__all__ = [
-    "Order",
-    "batch_number",
-    "num_validation_batches",
-    "spread_rows",
-    "validation_batches",
-]
 
 RowSlices = slice | Sequence[slice] | None
 # One thread reads small batches of a local split faster than two that share the GIL.

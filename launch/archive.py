@@ -9,13 +9,12 @@ import gzip
 import io
 import subprocess
 import tarfile
-from collections.abc import Iterable
 from pathlib import Path
 
 from data.program import FOLDER, PACKAGES, PREFIX
 
 _PACKED_SUFFIXES = (".html", ".py", ".sh", ".yaml")
-# Other files of this kind may hold keys.
+# Other JSON files may hold keys, so these are packed by name.
 _PACKED_FILES = ("class_defaults.json", "py.typed")
 _PACKAGES = ("longhaul",) if PREFIX else PACKAGES
 SETUP_FILES = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
@@ -48,7 +47,10 @@ def files_to_pack(root: Path) -> list[str]:
     """List the files to pack, as sorted paths relative to `root`."""
     # A repository around an installed copy is another project's.
     names = [] if PREFIX else _unignored_files(root)
-    names = names or _files_on_disk(root)
+    if not names:  # all files on the disk
+        paths = [path for package in _PACKAGES for path in (root / package).rglob("*")]
+        paths += [root / name for name in SETUP_FILES]
+        names = [path.relative_to(root).as_posix() for path in paths]
     return sorted({name for name in names if _is_packed(root, Path(name))})
 
 
@@ -77,9 +79,3 @@ def _unignored_files(root: Path) -> list[str]:
     except (OSError, subprocess.CalledProcessError):
         return []
     return listing.stdout.split("\0")[:-1]
-
-
-def _files_on_disk(root: Path) -> Iterable[str]:
-    paths = [path for package in _PACKAGES for path in (root / package).rglob("*")]
-    paths += [root / name for name in SETUP_FILES]
-    return [path.relative_to(root).as_posix() for path in paths]

@@ -13,7 +13,7 @@ Variables".
 from collections.abc import Mapping
 
 from data.errors import Mistake
-from launch.config import GkeGpuCluster, SlurmCluster
+from launch.config import GkeGpuCluster, SkypilotCluster, SlurmCluster
 from launch.plan_check import Machine
 from train.errors import ConfigError
 from train.hardware.targets import parse_target
@@ -49,14 +49,16 @@ def job_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def machine_of(
-    kind: str | None, gpus_per_node: int, nodes: int, environment: Mapping[str, str]
+    kind: str | None,
+    gpus_per_node: int,
+    cluster: SlurmCluster | GkeGpuCluster | SkypilotCluster,
 ) -> Machine:
     """Return GPU nodes as a named target, or as a count if the name is unknown."""
     try:
-        target = parse_target(f"{kind}-{gpus_per_node}x{nodes}").name
+        target = parse_target(f"{kind}-{gpus_per_node}x{cluster.nodes}").name
     except ConfigError:
-        return Machine(devices=gpus_per_node * nodes)
-    return Machine(target, variables=job_variables(environment))
+        return Machine(devices=gpus_per_node * cluster.nodes)
+    return Machine(target, variables=job_variables(cluster.environment))
 
 
 def gpu_mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:

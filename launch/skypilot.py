@@ -76,7 +76,7 @@ def machine(cluster: SkypilotCluster) -> Machine:
     if not name or not (count or "1").isdigit():
         return Machine()
     kind = name.lower().partition("-")[0]
-    return gpu.machine_of(kind, int(count or 1), cluster.nodes, cluster.environment)
+    return gpu.machine_of(kind, int(count or 1), cluster)
 
 
 def render(job: Job, cluster: SkypilotCluster) -> Rendered:

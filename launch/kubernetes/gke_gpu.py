@@ -25,12 +25,7 @@ def cluster_mistakes(cluster: GkeGpuCluster, run_dir: str) -> list[Mistake]:
 
 def machine(cluster: GkeGpuCluster) -> Machine:
     """Return the nodes as the machine to plan for."""
-    return gpu.machine_of(
-        cluster.gpu,
-        gpus_per_node=cluster.gpus_per_node,
-        nodes=cluster.nodes,
-        environment=cluster.environment,
-    )
+    return gpu.machine_of(cluster.gpu, cluster.gpus_per_node, cluster)
 
 
 def render(job: Job, cluster: GkeGpuCluster) -> Rendered:

@@ -34,12 +34,7 @@ def machine(cluster: SlurmCluster) -> Machine:
     """Return the GPU nodes; an empty `Machine` if the nodes have only CPUs."""
     if cluster.gpus_per_node is None:
         return Machine()
-    return gpu.machine_of(
-        cluster.gpu,
-        gpus_per_node=cluster.gpus_per_node,
-        nodes=cluster.nodes,
-        environment=cluster.environment,
-    )
+    return gpu.machine_of(cluster.gpu, cluster.gpus_per_node, cluster)
 
 
 def render(job: Job, cluster: SlurmCluster) -> Rendered:

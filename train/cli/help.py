@@ -59,10 +59,11 @@ def help_text(
         presets = Presets(config_name, schema, default_choices)
         values = OmegaConf.to_container(presets.compose([])[0])
         groups = {group: ", ".join(presets.options(group)) for group in presets.groups}
-    shown = "".join(
-        _wrapped(f"{group}: {choices}", 2, 4) + "\n"
-        for group, choices in groups.items()
+    wrapper = textwrap.TextWrapper(
+        _WIDTH, initial_indent="  ", subsequent_indent="    "
     )
+    lines = [wrapper.fill(f"{name}: {choices}") for name, choices in groups.items()]
+    shown = "".join(f"{line}\n" for line in lines)
     header = root["hydra"]["help"]["header"].replace("$APP_CONFIG_GROUPS", shown)
     trains = issubclass(schema, Config)
     left_out = set[str]()
@@ -73,13 +74,6 @@ def help_text(
         parts.append("python -m train --help lists the keys of training.")
     parts.append(_footer(config_name, bool(groups)))
     return with_shown_commands("\n\n".join(parts))
-
-
-def _wrapped(text: str, first: int, later: int) -> str:
-    """Return a text in lines, given the indents of the first and of later lines."""
-    return textwrap.fill(
-        text, _WIDTH, initial_indent=" " * first, subsequent_indent=" " * later
-    )
 
 
 def _key_lines(schema: type, values: Any, left_out: set[str]) -> Iterator[str]:

@@ -12,84 +12,44 @@ from typing import Annotated, Any, Self
 
 from typing_extensions import Doc
 
-from data.config import Count, DataConfig, Number, RunSeed
-from train.config.bounds import Batches, NotNegative, Seconds, Step
-from train.config.machine import (
-    DistributedConfig,
-    Platform,
-    RuntimeConfig,
-    WatchdogConfig,
-)
-from train.config.mesh import MESH_AXES, DcnConfig, MeshConfig
+from data.config import Count as Count
+from data.config import DataConfig, RunSeed
+from data.config import Number as Number
+from train.config.bounds import Batches as Batches
+from train.config.bounds import NotNegative as NotNegative
+from train.config.bounds import Seconds as Seconds
+from train.config.bounds import Step as Step
+from train.config.machine import DistributedConfig as DistributedConfig
+from train.config.machine import Platform as Platform
+from train.config.machine import RuntimeConfig as RuntimeConfig
+from train.config.machine import WatchdogConfig as WatchdogConfig
+from train.config.mesh import MESH_AXES as MESH_AXES
+from train.config.mesh import DcnConfig as DcnConfig
+from train.config.mesh import MeshConfig as MeshConfig
 from train.config.model import ModelSection
-from train.config.monitoring import (
-    EvalConfig,
-    EvalSet,
-    LogConfig,
-    MlflowConfig,
-    TensorBoardConfig,
-    TraceConfig,
-    TrackerConfig,
-    WandbConfig,
-)
-from train.config.optimizer import (
-    MomentDtype,
-    MuonScale,
-    OptimizerConfig,
-    OptimizerName,
-    ParameterGroup,
-    Transfer,
-)
-from train.config.run import CheckpointConfig, RunConfig
-from train.config.schedule import (
-    BatchRule,
-    DecayShape,
-    Schedule,
-    ScheduleConfig,
-    SchedulePoint,
-)
-from train.config.training import Remat, TrainConfig
-
-__all__ = [
-    "MESH_AXES",
-    "BatchRule",
-    "Batches",
-    "CheckpointConfig",
-    "Config",
-    "Count",
-    "DcnConfig",
-    "DecayShape",
-    "DistributedConfig",
-    "EvalConfig",
-    "EvalSet",
-    "LayoutConfig",
-    "LogConfig",
-    "MeshConfig",
-    "MlflowConfig",
-    "MomentDtype",
-    "MuonScale",
-    "NotNegative",
-    "Number",
-    "OptimizerConfig",
-    "OptimizerName",
-    "ParameterGroup",
-    "Platform",
-    "Remat",
-    "RunConfig",
-    "RuntimeConfig",
-    "Schedule",
-    "ScheduleConfig",
-    "SchedulePoint",
-    "Seconds",
-    "Step",
-    "TensorBoardConfig",
-    "TraceConfig",
-    "TrackerConfig",
-    "TrainConfig",
-    "Transfer",
-    "WandbConfig",
-    "WatchdogConfig",
-]
+from train.config.monitoring import EvalConfig as EvalConfig
+from train.config.monitoring import EvalSet as EvalSet
+from train.config.monitoring import LogConfig as LogConfig
+from train.config.monitoring import MlflowConfig as MlflowConfig
+from train.config.monitoring import TensorBoardConfig as TensorBoardConfig
+from train.config.monitoring import TraceConfig as TraceConfig
+from train.config.monitoring import TrackerConfig as TrackerConfig
+from train.config.monitoring import WandbConfig as WandbConfig
+from train.config.optimizer import MomentDtype as MomentDtype
+from train.config.optimizer import MuonScale as MuonScale
+from train.config.optimizer import OptimizerConfig as OptimizerConfig
+from train.config.optimizer import OptimizerName as OptimizerName
+from train.config.optimizer import ParameterGroup as ParameterGroup
+from train.config.optimizer import Transfer as Transfer
+from train.config.run import CheckpointConfig as CheckpointConfig
+from train.config.run import RunConfig as RunConfig
+from train.config.schedule import BatchRule as BatchRule
+from train.config.schedule import DecayShape as DecayShape
+from train.config.schedule import Schedule as Schedule
+from train.config.schedule import ScheduleConfig as ScheduleConfig
+from train.config.schedule import SchedulePoint as SchedulePoint
+from train.config.training import Remat as Remat
+from train.config.training import TrainConfig as TrainConfig
 
 
 @dataclass(frozen=True)

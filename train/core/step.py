@@ -239,7 +239,9 @@ def make_gradients(
             total_targets, num_routed = _sum_counts(rows.batch, placement, has_experts)
             num_targets = [jnp.maximum(1, total_targets)]
             if rows.ahead is not None:
-                num_targets += _count_ahead(rows.ahead, placement)
+                ahead_P = jnp.sum(rows.ahead.targets_BTP >= 0, axis=(0, 1))
+                ahead_P = jnp.maximum(1, sum_over_rows(ahead_P, placement))
+                num_targets += jnp.unstack(ahead_P)
         if placement.platform == "cpu":
             rows = _start_after_count(num_targets[0], rows)
 
@@ -302,12 +304,6 @@ def _sum_counts(
     num_routed = jnp.sum(batch.segment_ids > 0)
     counts = sum_over_rows(jnp.stack([num_targets, num_routed]), placement)
     return counts[0], jnp.maximum(1, counts[1])
-
-
-def _count_ahead(ahead: Ahead, placement: Placement) -> list[Int[Array, ""]]:
-    """Return the global number of targets of each prediction module, at least 1."""
-    counts_P = jnp.sum(ahead.targets_BTP >= 0, axis=(0, 1))
-    return list(jnp.unstack(jnp.maximum(1, sum_over_rows(counts_P, placement))))
 
 
 def _start_after_count(num_targets: Int[Array, ""], rows: Rows) -> Rows:

@@ -145,7 +145,10 @@ def print_results(
     else:
         print("sample")
     print("\n".join(f"  | {line}" for line in printable(values["sample"]).split("\n")))
-    print(f"to go on    {_with_overrides(command, overrides)}", flush=True)
+    # The overrides replace earlier values in the command.
+    keys = {override.partition("=")[0] for override in overrides}
+    words = [w for w in shlex.split(command) if w.partition("=")[0] not in keys]
+    print(f"to go on    {shlex.join([*words, *overrides])}", flush=True)
 
 
 def score_lines(metrics: Mapping[str, Any]) -> list[str]:
@@ -188,13 +191,6 @@ def _compressor_line(values: dict[str, Any]) -> str:
     if compressed_size < size:
         text = f"the first {format_bytes(compressed_size)} of it"
     return f"{text} in bits per byte: {compressors}"
-
-
-def _with_overrides(command: str, overrides: list[str]) -> str:
-    """Return a command line with overrides, which replace earlier values."""
-    keys = {override.partition("=")[0] for override in overrides}
-    words = (w for w in shlex.split(command) if w.partition("=")[0] not in keys)
-    return shlex.join([*words, *overrides])
 
 
 def compression_bits_per_byte(text: bytes) -> dict[str, float]:

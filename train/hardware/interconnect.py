@@ -124,7 +124,9 @@ def bandwidth(
     per_link = stated(chip, "link_bandwidth")
     if network == "ICI":
         links = links or num_links(local_members, slice_of(mesh, members[0]), chip)
-        num_groups = _groups_per_chip(local_members, chip)
+        # Several groups may use the links of one chip at the same time.
+        on_chip = len(local_members) / len({_coords(m) for m in local_members})
+        num_groups = max(1.0, chip.devices / on_chip)
         return achievable.links * per_link * links / num_groups
     inside_node = achievable.links * per_link * stated(chip, "links")
     if network == "NVLink":
@@ -221,12 +223,6 @@ def members_along(mesh: Mesh, axes: Sequence[str]) -> list[Device]:
     """Return the group along some axes to which the mesh's first device belongs."""
     index = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
     return list(np.atleast_1d(mesh.devices[index]).flat)
-
-
-def _groups_per_chip(members: Sequence[Device], chip: Chip) -> float:
-    """Count the groups that use the links of one chip at the same time."""
-    on_chip = len(members) / len({_coords(device) for device in members})
-    return max(1.0, chip.devices / on_chip)
 
 
 def extents(devices: Sequence[Device]) -> list[int]:

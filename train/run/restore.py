@@ -162,7 +162,11 @@ class SavedSteps:
                 loaded = load(candidate)
                 if loaded is not None:
                     if not self._read_only:
-                        self._set_unsealed_aside(unsealed)
+                        # The run would otherwise not save these steps again.
+                        for unsealed_step in unsealed:
+                            message = "checkpoint of step %d was never hashed"
+                            self._log_error(message, unsealed_step)
+                            self._set_aside(unsealed_step)
                     return loaded
                 refused = f"does not belong there: {_OTHER_ARRAYS}"
             self._log_error("checkpoint of step %d %s", candidate, refused)
@@ -300,12 +304,6 @@ class SavedSteps:
             write_seal(folder, digests(folder))
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
         return loaded
-
-    def _set_unsealed_aside(self, unsealed: list[int]) -> None:
-        """Move unsealed steps, which the run would otherwise not save again."""
-        for step in unsealed:
-            self._log_error("checkpoint of step %d was never hashed", step)
-            self._set_aside(step)
 
     def _log_error(self, *message: object) -> None:
         if self._cluster.is_leader:
