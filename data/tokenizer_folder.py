@@ -26,12 +26,7 @@ import tiktoken
 from data.encoding import END_OF_TEXT, FolderEncoding, Form
 from data.errors import DataError
 from data.storage import check_regular
-from data.tokenizer_checks import (
-    check_pattern,
-    check_splits,
-    checked_ranks,
-    reason_of,
-)
+from data.tokenizer_checks import check_pattern, check_splits, checked_ranks, reason_of
 from data.tokenizer_json import FILES, POSSESSIVE_COUNT, byte_names, merges_of
 
 FILE = "tokenizer.json"

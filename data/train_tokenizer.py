@@ -16,14 +16,7 @@ from typing_extensions import Doc
 
 from data.bpe import NUM_BYTES, hold_out, texts_of, train
 from data.catalog import formats_of
-from data.config import (
-    ByteCount,
-    FileFormat,
-    InputPaths,
-    Pattern,
-    TextField,
-    inputs_of,
-)
+from data.config import ByteCount, FileFormat, InputPaths, Pattern, TextField, inputs_of
 from data.encoding import encode
 from data.errors import DataError, Mistake
 from data.storage import created_atomically, local_path

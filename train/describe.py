@@ -116,10 +116,7 @@ def _describe_loss(program: ConfiguredProgram) -> None:
     rows = program.execution.placement.microbatch_shape
     assert rows is not None
     form = choose_form(
-        config.model,
-        program.execution,
-        rows=rows,
-        chunk=config.train.loss_chunk_tokens,
+        config.model, program.execution, rows=rows, chunk=config.train.loss_chunk_tokens
     )
     if form.ids is not None or form.positions < rows[1]:
         print(f"loss        logits of {form}")

@@ -276,9 +276,7 @@ def _find_state(start: _PreparedStart) -> TrainState:
 
     # 1 and 2: the newest checkpoint that verifies.
     state = saved.restore(
-        program.state,
-        at_most=rewind_to,
-        repack=program.optimizer.storage.convert,
+        program.state, at_most=rewind_to, repack=program.optimizer.storage.convert
     )
     if state is None:
         run.check_lost()

@@ -23,12 +23,7 @@ import tensorstore as ts
 from data.batch import expand_groups
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
-from data.token_store.layout import (
-    ARRAYS,
-    CHUNK_LENGTH,
-    SHARD_LENGTH,
-    chunk_checksums,
-)
+from data.token_store.layout import ARRAYS, CHUNK_LENGTH, SHARD_LENGTH, chunk_checksums
 from data.token_store.local_shards import LocalShards
 
 # Tokens up to this size, and document starts up to this number, are read into memory

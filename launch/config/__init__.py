@@ -16,12 +16,7 @@ from launch.config.cloud_clusters import (
     SkypilotCluster,
     TpuVmCluster,
 )
-from launch.config.clusters import (
-    ClusterConfig,
-    LocalCluster,
-    SlurmCluster,
-    SshCluster,
-)
+from launch.config.clusters import ClusterConfig, LocalCluster, SlurmCluster, SshCluster
 from train.config import Config
 from train.own_parts import with_sections
 

@@ -22,13 +22,7 @@ from launch.remote.attempt import RemoteAttempt
 from launch.remote.ssh_hosts import SshHosts
 from launch.remote.tpu_hosts import TpuHosts
 from launch.submissions import Submission
-from launch.supervisor import (
-    ATTEMPTS,
-    Attempt,
-    Supervisor,
-    describe_attempts,
-    run_step,
-)
+from launch.supervisor import ATTEMPTS, Attempt, Supervisor, describe_attempts, run_step
 from train.liveness import Process
 
 LOG = "process-0.log"

@@ -7,12 +7,7 @@ from data.config import DataConfig
 from data.errors import Mistake
 from model.config import ModelConfig
 from model.mixer_catalog import kinds_of
-from train.config import (
-    OptimizerConfig,
-    OptimizerName,
-    ScheduleConfig,
-    Transfer,
-)
+from train.config import OptimizerConfig, OptimizerName, ScheduleConfig, Transfer
 
 
 def qk_clip_mistakes(

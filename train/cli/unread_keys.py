@@ -7,13 +7,7 @@ from data.config import Source
 from model.choices import Activation, Mlp, Position, Scaling
 from model.config import ModelConfig
 from model.mixer_catalog import kinds_of
-from train.config import (
-    BatchRule,
-    Config,
-    Schedule,
-    ScheduleConfig,
-    Transfer,
-)
+from train.config import BatchRule, Config, Schedule, ScheduleConfig, Transfer
 from train.identity import config_differences
 
 _EXPERT_KEYS = (

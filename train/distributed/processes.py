@@ -107,9 +107,7 @@ class Cluster:
         return self.broadcast_progress(lambda beat: compute(), lambda: None)
 
     def broadcast_progress(
-        self,
-        compute: Callable[[Callable[[], object]], Any],
-        beat: Callable[[], object],
+        self, compute: Callable[[Callable[[], object]], Any], beat: Callable[[], object]
     ) -> Any:
         """Broadcast a value that takes long; the others wait while it makes progress.
 

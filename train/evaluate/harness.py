@@ -102,9 +102,7 @@ class HarnessModel(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(
-        self,
-        requests: Sequence[tuple[Any, list[int], list[int]]],
-        **kwargs: Any,
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Return each continuation's log-probability, and whether each token is argmax.
 

@@ -84,12 +84,7 @@ def _search(
     from train.plan.search.result import print_result
     from train.plan.search.search import Search
 
-    search = Search(
-        config,
-        devices,
-        budget,
-        precision=config.search_precision,
-    )
+    search = Search(config, devices, budget, precision=config.search_precision)
     result = search.run(compiles, config.search_minutes)
     if config.json:
         print(json.dumps(asdict(result)))

@@ -36,12 +36,7 @@ from train.run.digests import (
 )
 from train.run.jsonl_reader import part_paths
 from train.run.origin import read_origin, recorded_origin, write_origin
-from train.run.starts import (
-    existing_run,
-    read_run,
-    recorded_run_id,
-    start_numbers,
-)
+from train.run.starts import existing_run, read_run, recorded_run_id, start_numbers
 from train.run.this_start import ThisStart
 
 log = logging.getLogger(__name__)

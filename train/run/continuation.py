@@ -287,10 +287,7 @@ def _schedule_steps(
 
 
 def _passed_end(
-    path: epath.Path,
-    num_steps: int,
-    newest_step: int,
-    target: int,
+    path: epath.Path, num_steps: int, newest_step: int, target: int
 ) -> ConfigError:
     """Return the error for a train.num_steps that the run has already passed.
 

@@ -41,11 +41,7 @@ from train.run.origin import read_origin
 from train.run.starts import start_numbers
 from train.run.this_start import Begin, ThisStart
 from train.run.trackers.writer import TrackedRun
-from train.run.validations import (
-    Validations,
-    read_validations,
-    updated_validations,
-)
+from train.run.validations import Validations, read_validations, updated_validations
 from train.run.versions import code_version
 from train.run.views import RunTracker
 

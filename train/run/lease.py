@@ -145,10 +145,7 @@ class Lease:
 
 
 def take_lease(
-    folder: str,
-    interval_s: float,
-    timeout_s: float,
-    on_lost: Callable[[str], None],
+    folder: str, interval_s: float, timeout_s: float, on_lost: Callable[[str], None]
 ) -> Lease:
     """Take and return the lease of a run directory; the directory is made if missing.
 

@@ -188,9 +188,7 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
 
 
 def read_run(
-    directory: str | None,
-    step: int | None = None,
-    schema: type[Config] | None = None,
+    directory: str | None, step: int | None = None, schema: type[Config] | None = None
 ) -> Config:
     """Return the config of the last start, or of the last that can have trained `step`.
 

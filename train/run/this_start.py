@@ -38,11 +38,7 @@ class ThisStart:
     sources: Sources
 
     def record(
-        self,
-        number: int,
-        schedule_steps: int,
-        run_id: str | None = None,
-        step: int = 0,
+        self, number: int, schedule_steps: int, run_id: str | None = None, step: int = 0
     ) -> None:
         """Write `starts/<number>.yaml`, and `config.yaml` if it is missing.
 

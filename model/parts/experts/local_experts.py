@@ -118,10 +118,7 @@ def run_local_experts(
 
 
 def run_mlps(
-    x_RD: jax.Array,
-    weights_R1: jax.Array,
-    sizes_E: jax.Array,
-    experts: LocalExperts,
+    x_RD: jax.Array, weights_R1: jax.Array, sizes_E: jax.Array, experts: LocalExperts
 ) -> Output:
     """Return the weighted output of each row's expert, without the bias of `down`.
 

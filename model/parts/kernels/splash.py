@@ -43,11 +43,7 @@ def attend(
     if window is not None:
         mask = masks.LocalMask((T, S), (window - 1, 0), S - T)
     kernel = _make_kernel(
-        mask,
-        N,
-        save_residuals=True,
-        attn_logits_soft_cap=soft_cap,
-        interpret=interpret,
+        mask, N, save_residuals=True, attn_logits_soft_cap=soft_cap, interpret=interpret
     )
     q, k, v = (x.swapaxes(1, 2) for x in inputs[:3])
     ids = inputs.segment_ids_BS
@@ -190,10 +186,7 @@ def _seen_blocks(n: int, axes: tuple[str, ...]) -> Int[Array, "Q S"]:
 
 
 def forward(
-    chunks: Chunks,
-    causal: bool,
-    soft_cap: float | None = None,
-    interpret: bool = False,
+    chunks: Chunks, causal: bool, soft_cap: float | None = None, interpret: bool = False
 ) -> Result:
     """Compute one step of a ring (model/parts/context/ring.py)."""
     kernel = _make_step_kernel(chunks, causal, soft_cap, interpret)

@@ -88,10 +88,7 @@ class LossOptions(NamedTuple):
 
 
 def choose_form(
-    config: ModelConfig,
-    execution: Execution,
-    rows: tuple[int, int],
-    chunk: int | None,
+    config: ModelConfig, execution: Execution, rows: tuple[int, int], chunk: int | None
 ) -> LossForm:
     """Return how to divide the logits of a device's rows.
 
