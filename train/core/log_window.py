@@ -148,7 +148,8 @@ class LogWindow:
         waited_s = self._feed.seconds_waited - self._waited_before_s
         last_metrics = self._metrics[-1]
         tokens_per_s = self._targets / seconds
-        flops_per_s = tokens_per_s * _flops_per_token(self._phase_program(step))
+        program = self._programs[self._batches.phase(step - 1)]
+        flops_per_s = tokens_per_s * _flops_per_token(program)
         mfu = flops_per_s / self._peak_flops if self._peak_flops else None
         self._lap(step=step)
         if warning := self._data_warning(seconds, waited_s):
@@ -186,10 +187,6 @@ class LogWindow:
         """
         losses = [float(m["loss"]) for m in self._metrics if not m["skipped"]]
         return sum(losses) / len(losses) if losses else math.nan
-
-    def _phase_program(self, step: int) -> Program:
-        """Return the program of the phase in which `step` is the newest update."""
-        return self._programs[self._batches.phase(step - 1)]
 
     def _mean_flops_per_token(self, step: int) -> float:
         """Return the mean model FLOPs of a token of all phases until a step."""

@@ -193,7 +193,10 @@ class Cluster:
             report = {"facts": {**facts(), "host": socket.gethostname()}}
         except Exception as error:
             failure = error
-            report = {"code": exit_code(error), "error": _message(error)}
+            message = str(error)
+            if not isinstance(error, Exit | ConfigError | DataError):
+                message = f"{type(error).__name__}: {message}"
+            report = {"code": exit_code(error), "error": message}
 
         def verdict(texts: list[str]) -> None:
             if failure is not None:
@@ -232,8 +235,3 @@ def _differences(facts: list[dict[str, str]]) -> list[str]:
                 for value, processes in common_first
             ]
     return lines
-
-
-def _message(error: Exception) -> str:
-    is_expected = isinstance(error, Exit | ConfigError | DataError)
-    return str(error) if is_expected else f"{type(error).__name__}: {error}"

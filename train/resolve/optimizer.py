@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -16,7 +15,7 @@ from train.core.optimizer.parts import OptimizerParts, RuleInputs, UpdateRule
 from train.core.optimizer.rates import ParamRates, parameter_rates, with_rates
 from train.core.optimizer.schedule import make_schedule
 from train.core.optimizer.update import Optimizer
-from train.own_parts import Chosen, chosen_part
+from train.own_parts import chosen_part
 
 
 def make_optimizer(
@@ -53,8 +52,11 @@ def make_optimizer(
     Raises:
         ConfigError: a group of `optimizer.groups` has no parameter.
     """
-    own = chosen_part(config, "name")
-    rule = parts.rules[config.name] if own is None else _own_rule(own)
+    if (own := chosen_part(config, "name")) is None:
+        rule = parts.rules[config.name]
+    else:
+        direction = own.part.make(own.values)
+        rule = UpdateRule(lambda _, inputs: with_rates(direction, inputs.rates))
     config = parts.fit_to_length(config, num_steps)
     factors = parts.transfer_factors(config, model, infos, rule.width_exponent(config))
     rates = parameter_rates(
@@ -93,17 +95,6 @@ def make_optimizer(
         update_layers=update_layers,
         clip_scores=clip_scores,
     )
-
-
-def _own_rule(own: Chosen) -> UpdateRule:
-    """Return the rule of an optimizer that a user has added."""
-
-    def make_transform(
-        config: OptimizerConfig, inputs: RuleInputs
-    ) -> optax.GradientTransformation:
-        return with_rates(own.part.make(own.values), inputs.rates)
-
-    return UpdateRule(make_transform)
 
 
 def _may_overflow(max_direction: float | None, rates: Collection[ParamRates]) -> bool:

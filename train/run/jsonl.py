@@ -32,7 +32,6 @@ from train.records import json_compatible
 from train.run.jsonl_reader import (
     IsRow,
     Row,
-    any_row,
     complete_lines,
     log_part,
     part_paths,
@@ -65,7 +64,8 @@ class Appender(abc.ABC):
             try:
                 is_full = len(self._lines) - self._num_written >= _MAX_LINES
                 if not is_full:
-                    self._lines.append(_encode_row(row))
+                    line = json.dumps(json_compatible(row), allow_nan=False)
+                    self._lines.append(line.encode() + b"\n")
                 self._write()
             except OSError as error:
                 if not self._warned:
@@ -111,8 +111,8 @@ class Appender(abc.ABC):
 def open_lines(
     run_dir: epath.Path | Path,
     name: str,
-    keep: Callable[[Row], bool] = any_row,
-    is_row: IsRow = any_row,
+    keep: Callable[[Row], bool] = lambda row: True,
+    is_row: IsRow = lambda row: True,
 ) -> Appender:
     """Open a log for more rows, after removing torn lines and rows that `keep` rejects.
 
@@ -272,7 +272,3 @@ class _ObjectAppender(Appender):
 
     def _close(self) -> None:
         self._uploader.shutdown()
-
-
-def _encode_row(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(json_compatible(row), allow_nan=False).encode() + b"\n"

@@ -23,11 +23,6 @@ _READERS = 8  # threads that hide a store's latency
 _BLOCK = 2**20  # bytes read at once from the end
 
 
-def any_row(row: Row) -> bool:
-    """Accept every object as a row."""
-    return True
-
-
 def log_part(run_dir: epath.Path, name: str, number: int) -> epath.Path:
     """Return the path of part `number` of a log."""
     return run_dir / (f"{name}/{number}.jsonl" if number else f"{name}.jsonl")
@@ -48,7 +43,7 @@ def part_paths(run_dir: epath.Path | Path, name: str) -> dict[int, epath.Path]:
 def iterate_rows(
     run_dir: epath.Path | Path,
     name: str,
-    is_row: IsRow = any_row,
+    is_row: IsRow = lambda row: True,
     containing: bytes = b"",
 ) -> Iterator[Row]:
     """Yield a log's rows in order.
@@ -63,7 +58,7 @@ def iterate_rows(
 
 
 def newest_rows(
-    run_dir: epath.Path | Path, name: str, is_row: IsRow = any_row
+    run_dir: epath.Path | Path, name: str, is_row: IsRow = lambda row: True
 ) -> Iterator[Row]:
     """Yield a log's rows, newest first, reading only as far as the caller consumes."""
     for path in reversed(part_paths(run_dir, name).values()):

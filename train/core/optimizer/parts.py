@@ -40,16 +40,6 @@ def configured_rates(config: OptimizerConfig) -> ParamRates:
     return ParamRates(config.learning_rate, config.weight_decay)
 
 
-def no_bound(config: OptimizerConfig, rates: Collection[ParamRates]) -> float | None:
-    """Return None, because directions have no bound."""
-    return None
-
-
-def full_width_exponent(config: OptimizerConfig) -> float:
-    """Return 1: rates of matrices are divided by the width ratio, as for AdamW."""
-    return 1.0
-
-
 @dataclass(frozen=True)
 class UpdateRule:
     """How one kind of optimizer updates parameters.
@@ -61,7 +51,7 @@ class UpdateRule:
         there is no bound, and every update is checked for overflow.
     matrix_rates: returns the rate and the decay of matrices.
     width_exponent: returns the power of 1 / width that multiplies the rates of matrices
-        with `optimizer.transfer` (train/optimizers/transfer.py).
+        with `optimizer.transfer` (train/optimizers/transfer.py). 1 is right for AdamW.
     updates_by_layer: whether moments in eight bits can be updated layer by layer.
     checks_again: whether the check for overflow computes the update a second time.
         A rule with expensive products sets it to False.
@@ -71,10 +61,10 @@ class UpdateRule:
         [OptimizerConfig, RuleInputs], optax.GradientTransformation
     ]
     max_direction: Callable[[OptimizerConfig, Collection[ParamRates]], float | None] = (
-        no_bound
+        lambda config, rates: None
     )
     matrix_rates: Callable[[OptimizerConfig], ParamRates] = configured_rates
-    width_exponent: Callable[[OptimizerConfig], float] = full_width_exponent
+    width_exponent: Callable[[OptimizerConfig], float] = lambda config: 1.0
     updates_by_layer: bool = False
     checks_again: bool = True
 

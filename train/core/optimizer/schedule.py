@@ -27,9 +27,10 @@ def make_schedule(config: ScheduleConfig, num_steps: int, peak: float = 1.0) -> 
     """
     warmup = config.warmup_steps
     final = config.final_fraction
-    if (own := config.own_body(num_steps)) is not None:
-        return _with_warmup(_after(warmup, own), warmup, peak)
+    own = config.own_body(num_steps)
     match config.name:
+        case _ if own is not None:
+            body = _after(warmup, own)
         case Schedule.cosine:
             body = optax.cosine_decay_schedule(1.0, max(1, num_steps - warmup), final)
             body = _after(warmup, body)
@@ -41,11 +42,6 @@ def make_schedule(config: ScheduleConfig, num_steps: int, peak: float = 1.0) -> 
             body = optax.constant_schedule(1.0)
         case _:
             assert_never(config.name)
-    return _with_warmup(body, warmup, peak)
-
-
-def _with_warmup(body: Callable[[jax.Array], Any], warmup: int, peak: float) -> Factor:
-    """Return a factor that rises linearly in the warm-up, and then is `body`."""
 
     def factor(step: jax.Array) -> jax.Array:
         # The first update, at step 0, already has a positive rate.
