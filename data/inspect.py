@@ -17,7 +17,7 @@ from train.identity import run_dir
 class InspectConfig:
     """Keys of `python -m data.inspect`. run.dir or run.name shows a batch of a run."""
 
-    run_schema = Config  # with the keys of parts that a user has added
+    run_schema = Config  # A catalog replaces it by a dataclass with added parts.
 
     store: StorePath = None
     run: RunConfig = field(default_factory=RunConfig)

@@ -1,7 +1,7 @@
 """The packages of this program, their folder, and the commands that start it.
 
 In a clone, the packages are top-level modules such as `train`. In an installed wheel
-they lie below `longhaul`. `PREFIX` holds the difference.
+they lie below `longhaul`. `PREFIX` is what their names begin with there.
 """
 
 import re
@@ -74,7 +74,7 @@ def command_words(
 
 
 def installed_words(module: str, python: str) -> list[str]:
-    """Return the words that start a module of an installed copy or of a clone."""
+    """Return the words that start a module wherever `longhaul` can be imported."""
     return [python, "-P", "-m", "longhaul", short_name(module)]
 
 
@@ -94,8 +94,7 @@ def shown_command(module: str, arguments: Sequence[str] = ()) -> str:
 def with_shown_commands(text: str) -> str:
     """Return a text in which commands are written as the user types them.
 
-    In the text they read as in a clone: `python -m train.plan`, and
-    `pip install -e ".[s3]"`.
+    `text` has them as in a clone: `python -m train.plan`, `pip install -e ".[s3]"`.
     """
     if PREFIX:
         text = _INSTALLATION.sub(r'pip install "longhaul[\1]"', text)

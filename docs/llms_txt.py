@@ -1,7 +1,7 @@
 """A hook of mkdocs that writes llms.txt, an index for language models (llmstxt.org).
 
 It lists the pages and sections of the navigation, each page with its first sentence.
-The plugin mkdocs-llmstxt (0.5) would need a site_url, and a second list of all pages.
+The plugin mkdocs-llmstxt (0.5) needs a site_url, and a second list of all pages.
 """
 
 import re

@@ -45,7 +45,7 @@ def make_archive(root: Path, own_file: Path | None = None) -> bytes:
 
 def files_to_pack(root: Path) -> list[str]:
     """List the files to pack, as sorted paths relative to `root`."""
-    # A repository around an installed copy is another project's.
+    # A repository around an installed copy belongs to another project.
     names = [] if PREFIX else _unignored_files(root)
     if not names:  # all files on the disk
         paths = [path for package in _PACKAGES for path in (root / package).rglob("*")]

@@ -186,7 +186,7 @@ def write_files(folder: epath.Path, files: Mapping[str, str | bytes]) -> None:
 
 def _git_state(root: Path) -> tuple[dict[str, Any], str]:
     """Return the commit and untracked files, and the patch; ({}, "") if installed."""
-    if PREFIX:  # A repository around an installed copy is another project's.
+    if PREFIX:  # A repository around an installed copy belongs to another project.
         return {}, ""
 
     def git(*words: str) -> str:

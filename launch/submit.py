@@ -78,8 +78,8 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
 
     `config` was composed from `arguments`, which the user typed in the folder
     `workdir`. Relative paths start there. The run's directory may be unreachable, so it
-    is read only after the plan. With `config.json`, stdout gets one JSON object, after
-    the submission or, if this process supervises the run, after the run's end.
+    is read only after the plan. With `config.json`, one JSON object is printed to
+    stdout: after the submission, or after the run if this process supervises it.
     """
     directory = resolved_run_dir(config)
     kind = kind_in(arguments)
@@ -158,7 +158,8 @@ def resume(
 ) -> int:
     """Repeat a recorded submission; warn about `overrides` that have no effect.
 
-    `typed` is the config of this command line. Only `force` and `json` are read.
+    `typed` is the config of this command line. Only its `force`, its `json` and the
+    added parts of its sections are used.
     """
     for word in overrides:
         if key_of(word) not in _RESUME_KEYS and word not in submission.arguments:

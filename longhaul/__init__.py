@@ -1,7 +1,7 @@
 """Longhaul: pretraining of GPT-style language models with JAX.
 
-Ten names are meant for programs. They are imported on first use, so that importing a
-module of this package does not take the time.
+Programs can use ten names. Each is imported on its first use, so that `import longhaul`
+takes no time.
 """
 
 import importlib

@@ -67,8 +67,8 @@ def make_program(config: Config, target: str | None = None) -> "ConfiguredProgra
 
     Args:
         config: the config of training.
-        target: an absent machine to `plan` for, such as v5e-64. None takes the devices
-            of this process.
+        target: a machine to `plan` for, such as v5e-64, which need not be available.
+            None takes the devices of this process.
 
     Raises:
         ConfigError: the config does not fit the devices or the tokenizer, or there is
@@ -218,8 +218,8 @@ def evaluate(run: Run, num_batches: int = -1) -> dict[str, float]:
 def plan(program: "ConfiguredProgram") -> dict[str, Any]:
     """Return the layout, memory and predicted speed of training, as in plan.json.
 
-    A program for an absent machine is compiled, if its compiler is installed. Otherwise
-    the figures are estimates.
+    If the program is for a machine that is not available, and its compiler is
+    installed, the program is compiled. Otherwise the figures are estimates.
     """
     import jax
 

@@ -39,10 +39,10 @@ class _TrainConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class Catalog:
-    """The parts that are added to those of this program.
+    """The parts that a user adds to the built-in ones.
 
-    Each `with_` method returns another catalog with one more part. The parts are
-    checked when a command runs.
+    Each `with_` method returns a catalog with one more part. The parts are checked when
+    a command runs.
     """
 
     mixers: tuple[MixerKind, ...] = ()

@@ -1,6 +1,6 @@
-"""Records of parts that users add, and what they are made of, without JAX.
+"""The records of parts that users add, and the types of their fields, without JAX.
 
-Those of mixers, MLPs and formats of text are the records of this program's own parts.
+The built-in mixers and formats of text have the same records.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ class LossKind:
     """The loss of a token.
 
     name: the value of `train.loss`.
-    make: returns the loss (train/core/loss/token_loss.py), which is hashed by its
-        values, from the values of the part's keys.
+    make: returns the loss (train/core/loss/token_loss.py), given the values of its keys
+        (None without a section). The loss must hash by value.
     section: the dataclass of its keys, `train.parts.<name>.<key>`.
     """
 
@@ -48,9 +48,9 @@ class OptimizerKind:
     """An optimizer.
 
     name: the value of `optimizer.name`.
-    make: returns the optax transformation from gradients to directions, as
-        `optax.scale_by_adam` is one, from the values of the part's keys. Learning
-        rates, decay and groups are applied afterwards.
+    make: returns the optax transformation from gradients to directions, such as
+        `optax.scale_by_adam()`, given the values of its keys (None without a section).
+        Learning rates, decay and groups are applied afterwards.
     section: the dataclass of its keys, `optimizer.parts.<name>.<key>`.
     """
 
@@ -64,8 +64,9 @@ class ScheduleKind:
     """A schedule of learning rates.
 
     name: the value of `schedule.name`.
-    make: returns the factor on learning rates after the warm-up, as a function of the
-        step, from the values of the part's keys and the number of steps.
+    make: returns the factor on learning rates as a function of the steps after the
+        warm-up, given the values of its keys (None without a section) and the number of
+        steps of training.
     section: the dataclass of its keys, `schedule.parts.<name>.<key>`.
     """
 

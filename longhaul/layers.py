@@ -1,4 +1,4 @@
-"""What a mixer or an MLP of one's own is made of. Importing this imports JAX."""
+"""Building blocks for a user's mixers and MLPs. This module imports JAX."""
 
 from model.attention.cache import MixerCache as MixerCache
 from model.config import ModelConfig as ModelConfig

@@ -1,4 +1,4 @@
-"""What a loss of one's own is made of. Importing this imports JAX."""
+"""Building blocks for a user's losses. This module imports JAX."""
 
 from train.core.loss.token_loss import LogitFactors as LogitFactors
 from train.core.loss.token_loss import TokenLoss as TokenLoss

@@ -1,7 +1,7 @@
 """Build the wheel, in which all packages lie below `longhaul`.
 
 setuptools uses `BuildWheel` (pyproject.toml). It copies the packages and rewrites the
-statements that import them. An editable installation stays as the clone is.
+statements that import them. An editable installation uses the files of the clone.
 """
 
 import ast
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from setuptools.command.build_py import build_py
 
-# An archive for other machines (launch/archive.py) can be installed with these files.
+# With these files, other machines can install an archive (launch/archive.py).
 SETUP_FILES = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
 _KEYWORD = re.compile(rb"(from|import)\s+")
 MOVED = ("configs", "data", "launch", "model", "train")
@@ -52,7 +52,7 @@ class BuildWheel(build_py):
     """Copies the packages below `longhaul`, with imports rewritten."""
 
     def finalize_options(self) -> None:
-        """Move the packages, unless the installation is editable."""
+        """Put the packages below `longhaul`, unless the installation is editable."""
         super().finalize_options()
         if not self.editable_mode:
             self.packages = [_moved(package) for package in self.packages]
@@ -60,7 +60,7 @@ class BuildWheel(build_py):
             self.package_dir = {name: name.partition(".")[2] for name in names}
 
     def run(self) -> None:
-        """Copy all files."""
+        """Copy all files, and also those that an archive needs."""
         super().run()
         if not self.editable_mode:
             folder = Path(self.build_lib, "longhaul", "setup")

@@ -1,4 +1,4 @@
-"""The record of an MLP: all that others must know of it, without JAX."""
+"""The record of an MLP: what other modules must know of it, without JAX."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,5 +38,5 @@ class MLPKind:
 
 
 def mlps_of(config: ModelConfig) -> Mapping[str, MLPKind]:
-    """Return the MLPs that users have added to those of `model.mlp`, by name."""
+    """Return the added MLPs that `model.mlp` may name, by name."""
     return getattr(type(config), "own", {}).get("mlp", {})

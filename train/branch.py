@@ -58,14 +58,14 @@ def read_schema(
         rule = "is not available: a branch has one base; start the branches one by one"
         raise ConfigError([Mistake("--multirun", True, rule)])
     from train.run.branch import base_config
-    from train.run.starts import needing_parts, newest_start
+    from train.run.starts import explain_missing_parts, newest_start
 
     checkpoint = trunk_of(arguments)
     text = base_config(_directory_in(others, checkpoint), checkpoint)
     # Text such as ${oc.env:NAME} must stay as it is.
     text = text.replace("${", r"\${")
     trunk = checkpoint.parents[1]
-    with needing_parts(newest_start(trunk), str(trunk)):
+    with explain_missing_parts(newest_start(trunk), str(trunk)):
         base = read_yaml(trunk, extend(Config), text=text)
     return _schema(base, checkpoint), others
 

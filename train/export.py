@@ -25,7 +25,7 @@ class ExportDtype(StrEnum):
 class ExportConfig:
     """Keys of `python -m train.export`; other settings come from the run's config."""
 
-    run_schema = Config  # with the keys of parts that a user has added
+    run_schema = Config  # A catalog replaces it by a dataclass with added parts.
 
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

@@ -37,7 +37,7 @@ class _Generator(GenerateJsonSchema):
         return section
 
     def get_default_value(self, schema: core_schema.WithDefaultSchema) -> Any:
-        """Return the default of a key; sections have none, because their keys have."""
+        """Return the default of a key. Sections have none, but each of their keys."""
         factory: Any = schema.get("default_factory")
         if factory is not None and not is_dataclass(factory):
             schema = {**schema, "default": factory()}

@@ -38,7 +38,7 @@ _TASK_KEYS = ("task_path", "limit", "num_fewshot")
 class EvaluateConfig:
     """Keys of `python -m train.evaluate`. The run's config.yaml gives all others."""
 
-    run_schema = Config  # with the keys of parts that a user has added
+    run_schema = Config  # A catalog replaces it by a dataclass with added parts.
 
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

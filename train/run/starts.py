@@ -203,14 +203,14 @@ def read_run(
         raise ConfigError([Mistake("run.dir", directory, rule)])
     folder = existing_run(directory)
     start = newest_start(folder, step)
-    with needing_parts(start, directory):
+    with explain_missing_parts(start, directory):
         config = read_yaml(folder / "config.yaml", schema, start.get("changes", {}))
     return replace(config, run=replace(config.run, dir=directory))
 
 
 @contextmanager
-def needing_parts(start: Mapping[str, Any], directory: str) -> Iterator[None]:
-    """Turn a failure to read a config into the mistake of a command without its parts.
+def explain_missing_parts(start: Mapping[str, Any], directory: str) -> Iterator[None]:
+    """Name the user's file that a command lacks, if a config cannot be read without it.
 
     `start` is the record of a start of the run in the directory.
     """
@@ -223,7 +223,7 @@ def needing_parts(start: Mapping[str, Any], directory: str) -> Iterator[None]:
 
 
 def other_file_mistake(directory: str, own: Mapping[str, str]) -> Mistake:
-    """Return the mistake of a command that lacks the file with a run's parts."""
+    """Return the mistake of a command that was not started by the run's own file."""
     rule = f"was started by {own['name']}, which adds parts of its own. Use it for all "
     rule += f"commands on this run: python {own['name']} <command> ..."
     return Mistake("run.dir", directory, rule)

@@ -99,7 +99,7 @@ Begin = Callable[[ThisStart, Callable[[], object]], None]
 
 
 def _git_commit() -> str | None:
-    if PREFIX:  # A repository around an installed copy is another project's.
+    if PREFIX:  # A repository around an installed copy belongs to another project.
         return None
     describe = ["describe", "--always", "--dirty", "--abbrev=40"]
     command = ["git", "-C", str(ROOT), *describe]

@@ -34,7 +34,7 @@ _COMPILE_EVENTS = (
 class SampleConfig:
     """Keys of `python -m train.sample`. The run's config.yaml gives all others."""
 
-    run_schema = Config  # with the keys of parts that a user has added
+    run_schema = Config  # A catalog replaces it by a dataclass with added parts.
 
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
