@@ -45,7 +45,7 @@ class OwnMLP:
 
 @dataclass(frozen=True)
 class Unhashable:
-    """A default that cannot be hashed is refused by `dataclass` unless it is made."""
+    """Values that cannot be hashed, which `dataclass` does not notice."""
 
     sizes: Annotated[Any, Doc("Sizes.")] = None
 
@@ -92,11 +92,17 @@ ALL = (
 def test_the_keys_of_parts_are_checked_like_all_keys():
     config: Any = compose(
         [
-            *("model.mixer_pattern=[own,attention]", "model.parts.own.size=7"),
-            *("model.mlp=own_mlp", "model.parts.own_mlp.size=2"),
-            *("train.loss=own_loss", "train.parts.own_loss.size=3"),
-            *("optimizer.name=own_rule", "schedule.name=own_schedule"),
-            *("data=text", "data.path=x", "data.format=own_format"),
+            "model.mixer_pattern=[own,attention]",
+            "model.parts.own.size=7",
+            "model.mlp=own_mlp",
+            "model.parts.own_mlp.size=2",
+            "train.loss=own_loss",
+            "train.parts.own_loss.size=3",
+            "optimizer.name=own_rule",
+            "schedule.name=own_schedule",
+            "data=text",
+            "data.path=x",
+            "data.format=own_format",
         ],
         ALL,
     )
@@ -175,10 +181,6 @@ def test_a_wrong_record_is_one_mistake(catalog: Catalog, rule: str):
     assert rule in mistake.rule
     with pytest.raises(ConfigError, match=rule):
         compose([], catalog)
-
-
-def test_a_correct_catalog_has_no_mistakes():
-    assert ALL.mistakes() == []
 
 
 BROKEN = """

@@ -16,11 +16,22 @@ from tests.fleet import REPOSITORY
 
 GUIDE = REPOSITORY / "docs/guides/own-parts.md"
 SMALL = [
-    *("model.num_layers=2", "model.embed_dim=32", "model.num_heads=2", "tracker=none"),
-    *("model.mixer_pattern=[gated_conv,attention]", "train.loss=smoothed"),
-    *("data=text", "data.path=texts", "data.sequence_length=32", "data.batch_size=8"),
-    *("log.interval_steps=1", "eval.final_num_batches=1", "eval.num_batches=1"),
+    "model.num_layers=2",
+    "model.embed_dim=32",
+    "model.num_heads=2",
+    "model.mixer_pattern=[gated_conv,attention]",
+    "train.loss=smoothed",
+    "data=text",
+    "data.path=texts",
+    "data.sequence_length=32",
+    "data.batch_size=8",
+    "log.interval_steps=1",
+    "eval.final_num_batches=1",
+    "eval.num_batches=1",
+    "tracker=none",
 ]
+# Starts a command of `longhaul` without the file of the guide.
+SCRIPT = "from longhaul.__main__ import script; script()"
 Result = subprocess.CompletedProcess[str]
 Run = Callable[..., Result]
 
@@ -113,26 +124,22 @@ def test_a_run_is_sampled_evaluated_and_shown(run, trained):
     assert sampled.stdout == again.stdout
     assert "evaluated   step 3" in run("evaluate", trained, "num_batches=2").stdout
     assert "python mine.py" in run("train", *SMALL, "train.num_steps=3", trained).stdout
-    status = "from longhaul.__main__ import script; script()"
-    run("-c", status, "status", trained, file="-P")
+    run("-c", SCRIPT, "status", trained, file="-P")
 
 
 @pytest.mark.slow
 def test_without_its_file_a_run_is_refused_with_the_file_to_use(folder, run, trained):
     shutil.copy(folder / "mine.py", folder / "other.py")
-    for words in (["sample", trained], ["train", *SMALL, trained]):
-        for file in ("other.py", "-P"):
-            if file == "-P":
-                script = "from longhaul.__main__ import script; script()"
-                words = ["-c", script, *words[:1], trained]
-            elif words[0] == "sample":
-                continue  # another file that has the parts may read the run
-            result = run(*words, file=file, code=78)
-            assert "mine.py" in result.stderr
-            assert "Traceback" not in result.stderr
-    script = "from longhaul.__main__ import script; script()"
-    words = ["-c", script, "branch", "from=runs/trained@3"]
-    assert "mine.py" in run(*words, file="-P", code=78).stderr
+    refusals = [run("train", *SMALL, trained, file="other.py", code=78)]
+    for words in (
+        ["sample", trained],
+        ["train", trained],
+        ["branch", "from=runs/trained@3"],
+    ):
+        refusals.append(run("-c", SCRIPT, *words, file="-P", code=78))
+    for refusal in refusals:
+        assert "mine.py" in refusal.stderr
+        assert "Traceback" not in refusal.stderr
     text = (folder / "mine.py").read_text()
     (folder / "mine.py").write_text(f"{text}\n# changed\n")
     assert "differs from" in run("train", *SMALL, "train.num_steps=4", trained).stderr
