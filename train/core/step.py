@@ -239,9 +239,9 @@ def make_gradients(
             total_targets, num_routed = _sum_counts(rows.batch, placement, has_experts)
             num_targets = [jnp.maximum(1, total_targets)]
             if rows.ahead is not None:
-                ahead_P = jnp.sum(rows.ahead.targets_BTP >= 0, axis=(0, 1))
-                ahead_P = jnp.maximum(1, sum_over_rows(ahead_P, placement))
-                num_targets += jnp.unstack(ahead_P)
+                counts_P = jnp.sum(rows.ahead.targets_BTP >= 0, axis=(0, 1))
+                counts_P = jnp.maximum(1, sum_over_rows(counts_P, placement))
+                num_targets += jnp.unstack(counts_P)
         if placement.platform == "cpu":
             rows = _start_after_count(num_targets[0], rows)
 
