@@ -1,7 +1,7 @@
 """The rates of chips, as their vendors state them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from train.hardware.achievable import (
     AMPERE,
@@ -31,6 +31,8 @@ class Chip:
     sparse_cores: whether the TPU has SparseCores that are known to hide collectives.
     scatters_in_one_step: whether XLA:TPU runs a reduce-scatter over a whole slice as
         one ring through all devices, not as an all-reduce.
+    hidden: the fractions of collectives in layers that XLA:TPU overlaps with products,
+        by kind, within a slice, as read from compiled steps (docs/log/compiled.md).
     max_ragged_devices: the largest slice, in JAX devices, for which XLA:TPU compiles a
         ragged all-to-all (libtpu 0.0.51); None if every slice is possible.
     achievable: the fractions of these rates that programs achieve.
@@ -52,6 +54,7 @@ class Chip:
     matrix_unit: int | None = None
     sparse_cores: bool = False
     scatters_in_one_step: bool = False
+    hidden: Mapping[str, float] = field(default_factory=dict)
     max_ragged_devices: int | None = None
     achievable: Achievable = TPU
     judged: tuple[float, float] | None = None
@@ -84,9 +87,9 @@ def _flops(
 # Each GPU has one network card of 400 Gb/s (A100: 200), as in DGX systems. hbm_bytes:
 # as CUDA reports it, from openxla/xla, xla/backends/gpu/target_config/specs.
 # host_bandwidth: v4's 16 GB/s each way, and v6e's 15, come from
-# jax-ml.github.io/scaling-book, "How to Think About TPUs". No source states v5e's and
-# v5p's, so they use v4's. GPUs: PCIe 4 (A100) and 5 with 16 lanes, 64 and 128 GB/s
-# both ways, as NVIDIA states them.
+# jax-ml.github.io/scaling-book, "How to Think About TPUs". No source states v5e's,
+# v5p's and tpu7x's, so their JAX devices use v4's. GPUs: PCIe 4 (A100) and 5 with 16
+# lanes, 64 and 128 GB/s both ways, as NVIDIA states them.
 _H100 = Chip(
     "H100",
     _flops(989.5, 1979),
@@ -125,6 +128,7 @@ CHIPS = {
         host_bandwidth=16 * GB,
         program_bytes=int(15.75 * GIB),
         matrix_unit=128,
+        hidden={"all-gather": 0.95},
         max_ragged_devices=16,
         judged=(0.87, 1.08),
     ),
@@ -153,6 +157,7 @@ CHIPS = {
         program_bytes=int(31.24 * GIB),
         matrix_unit=256,
         sparse_cores=True,
+        hidden={"reduce-scatter": 0.8},
         achievable=TPU_V6E,
         judged=(0.94, 1.07),
     ),
@@ -165,9 +170,11 @@ CHIPS = {
         links=6,
         link_bandwidth=100 * GB,
         dcn_bandwidth=100 / 8 * GB,
+        host_bandwidth=32 * GB,
         program_bytes=int(94.74 * GIB),
         matrix_unit=256,
         scatters_in_one_step=True,
+        hidden={"all-gather": 0.9, "reduce-scatter": 0.98},
         judged=(0.99, 1.21),
     ),
     "a100": Chip(
