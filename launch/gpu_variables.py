@@ -16,7 +16,7 @@ from data.errors import Mistake
 from launch.config import GkeGpuCluster, SlurmCluster
 from launch.plan_check import Machine
 from train.errors import ConfigError
-from train.hardware.targets import parse_target
+from train.hardware.targets import GPUS, gpu_target, parse_target
 
 FLAGS = (
     # XLA overlaps collectives with matrix products that do not depend on them.
@@ -53,7 +53,7 @@ def machine_of(
 ) -> Machine:
     """Return GPU nodes as a named target, or as a count if the name is unknown."""
     try:
-        target = parse_target(f"{kind}-{gpus_per_node}x{nodes}").name
+        target = parse_target(gpu_target(kind, gpus_per_node, nodes)).name
     except ConfigError:
         return Machine(devices=gpus_per_node * nodes)
     return Machine(target, variables=job_variables(environment))
@@ -78,6 +78,6 @@ def gpu_mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
     except ConfigError:
         is_cuda = False
     if not is_cuda:
-        rule = "must be a100, h100, h200, b200, or null (no memory limit in the plan)"
+        rule = f"must be one of {GPUS}, or null (no memory limit in the plan)"
         errors.append(Mistake("cluster.gpu", cluster.gpu, rule))
     return errors

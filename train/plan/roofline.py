@@ -14,8 +14,8 @@ Transfers to host memory overlap with all sections. The predicted time is the me
 both times. On GPUs, and in steps with experts, kernels run one after another, so it is
 the pessimistic time. The bounds around it are GPU_SPREAD. They are WIDE_SPREAD if the
 step has experts or products in eight bits, or if a step for TPUs with tensor
-parallelism is not compiled. The printed range also includes every published
-run that judges the predictions for the chip. All slices or nodes wait for the slowest one.
+parallelism is not compiled. The printed range also includes every published run that
+judges the predictions for the chip. All slices or nodes wait for the slowest one.
 Input, checkpoints and kernel launches are not included.
 
 FLOPs, bytes and seconds refer to one JAX device and one step.
@@ -175,11 +175,13 @@ def predict(
         busy = dataclasses.replace(busy, links=(*busy.links, link))
     on_tpu = mesh.devices.flat[0].platform == "tpu"
     has_experts = cost.flops.grouped > 0
-    # No schedule is known of an estimated step, so the overlap of permutes is uncertain.
-    is_windowed = cost.how == ESTIMATED and any("tensor" in t.axes for t in cost.sent)
-    is_uncertain = has_experts or cost.flops.eight_bits > 0 or (on_tpu and is_windowed)
-    if is_uncertain or not on_tpu:
-        middle = high if has_experts or not on_tpu else (low + high) / 2
+    # Without a schedule, the overlap of permutes with products is uncertain.
+    sends_activations = any("tensor" in total.axes for total in cost.sent)
+    is_rough = on_tpu and cost.how == ESTIMATED and sends_activations
+    is_uncertain = has_experts or is_rough or cost.flops.eight_bits > 0
+    is_serial = has_experts or not on_tpu
+    if is_uncertain or is_serial:
+        middle = high if is_serial else (low + high) / 2
         spread = WIDE_SPREAD if is_uncertain else GPU_SPREAD
         low = (1 - spread) * middle
         high = (1 + spread) * middle
