@@ -23,18 +23,9 @@ _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "dxg", "kfd")
 GPU_MEMORY_FRACTION = "0.9"
 # jaxlib refuses to start if both variables are set.
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-# Options with which XLA:GPU overlaps collectives with products, with their names for
-# people. Source: docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX
-# and XLA".
-GPU_OVERLAP = {
-    "xla_gpu_enable_latency_hiding_scheduler": "latency hiding",
-    # Gather the weights of the next layer while the current layer is computed.
-    "xla_gpu_enable_pipelined_all_gather": "pipelined gathers",
-    # Reduce the gradients of a layer while the next layer is computed.
-    "xla_gpu_enable_pipelined_all_reduce": "pipelined reductions",
-    # Unroll the loop over layers once, to avoid copies and waits between layers.
-    "xla_gpu_enable_while_loop_double_buffering": "double buffering",
-}
+# XLA:GPU unrolls the loop over layers once, so that it gathers the weights of a layer
+# while it computes another. Other options of XLA hide fewer bytes (docs/log/gpu.md).
+DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
 # Options of glibc's malloc (malloc.h): M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX. With
 # these values all memory comes from one heap, and freed memory stays there.
 _KEEP_FREED = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
@@ -126,8 +117,8 @@ def compiler_options(
 ) -> dict[str, bool | str]:
     """Return the XLA options for the training step with a compute dtype.
 
-    With `config.gpu_tuning`, XLA overlaps collectives with products on several GPUs. An
-    option that is in the variable XLA_FLAGS is left out here.
+    With `config.gpu_tuning`, XLA overlaps more collectives with products on several
+    GPUs. An option that is in the variable XLA_FLAGS is left out here.
 
     With `config.sparse_cores`, collectives run on a TPU's SparseCores, if it has any.
     Without these options, XLA overlaps no collective of an FSDP step with products
@@ -147,7 +138,8 @@ def compiler_options(
             options["xla_gpu_enable_command_buffer"] = ""
         if config.gpu_tuning and num_devices > 1:
             flags = os.environ.get("XLA_FLAGS", "")
-            options |= {name: True for name in GPU_OVERLAP if name not in flags}
+            if DOUBLE_BUFFERING not in flags:
+                options[DOUBLE_BUFFERING] = True
         return options
     if device.platform != "cpu":
         chip = chip_of(device.device_kind)

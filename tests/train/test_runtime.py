@@ -15,7 +15,7 @@ from tests.program import program_code
 from train.config import RuntimeConfig
 from train.hardware.chips import CHIPS
 from train.runtime import (
-    GPU_OVERLAP,
+    DOUBLE_BUFFERING,
     compiler_options,
     cpu_prefers_bfloat16,
     set_up,
@@ -129,11 +129,10 @@ def test_several_gpus_overlap_collectives_unless_a_key_or_a_flag_says_otherwise(
         )
 
     monkeypatch.setenv("XLA_FLAGS", "")
-    assert options(True) == dict.fromkeys(GPU_OVERLAP, True)
+    assert options(True) == {DOUBLE_BUFFERING: True}
     assert options(False) == {}
-    scheduler = "xla_gpu_enable_latency_hiding_scheduler"
-    monkeypatch.setenv("XLA_FLAGS", f"--{scheduler}=false")
-    assert scheduler not in options(True)
+    monkeypatch.setenv("XLA_FLAGS", f"--{DOUBLE_BUFFERING}=false")
+    assert options(True) == {}
 
 
 @pytest.mark.parametrize(
