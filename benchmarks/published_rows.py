@@ -13,7 +13,7 @@ from train.hardware.achievable import AttentionRates, GroupedRates
 
 TABLES = {
     name: Path(__file__).with_name(f"published_{name}.json")
-    for name in ("tpu", "llama", "gpu", "b200")
+    for name in ("tpu", "llama", "experts", "gpu", "b200")
 }
 
 

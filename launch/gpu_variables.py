@@ -1,13 +1,11 @@
-"""The variables of XLA and NCCL for jobs on NVIDIA GPUs.
+"""The variables of NCCL for jobs on NVIDIA GPUs, and the GPUs that a plan is for.
 
 slurm, gke_gpu and skypilot set these variables. A variable in `cluster.environment`
 takes precedence over the same variable here. Variables that depend on the site are left
-out, and so are values that are defaults of XLA or NCCL. XLA ends the program at an
-unknown flag; jax 0.10 to 0.12 know all flags below. The gain has not been measured.
+out, and so are values that are defaults of NCCL. The program itself sets what JAX and
+XLA need (`runtime.gpu_tuning`).
 
-Sources: docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX and XLA";
-docs.jax.dev, "GPU memory allocation"; docs.nvidia.com/deeplearning/nccl, "Environment
-Variables".
+Source: docs.nvidia.com/deeplearning/nccl, "Environment Variables".
 """
 
 from collections.abc import Mapping
@@ -16,36 +14,14 @@ from data.errors import Mistake
 from launch.config import GkeGpuCluster, SkypilotCluster, SlurmCluster
 from launch.plan_check import Machine
 from train.errors import ConfigError
-from train.hardware.targets import parse_target
+from train.hardware.targets import GPUS, gpu_target, parse_target
 
-FLAGS = (
-    # XLA overlaps collectives with matrix products that do not depend on them.
-    "xla_gpu_enable_latency_hiding_scheduler",
-    # XLA gathers the weights of the next layer while it computes the current layer.
-    "xla_gpu_enable_pipelined_all_gather",
-    # XLA reduces the gradients of a layer while it computes the next layer.
-    "xla_gpu_enable_pipelined_all_reduce",
-    # XLA unrolls the loop over layers once, to avoid copies and waits between layers.
-    "xla_gpu_enable_while_loop_double_buffering",
-)
-SETTINGS = {
-    "XLA_FLAGS": " ".join(f"--{flag}=true" for flag in FLAGS),
-    # XLA reserves this fraction of a GPU's memory (default: 0.75). The rest remains for
-    # NCCL and CUDA.
-    "XLA_CLIENT_MEM_FRACTION": "0.9",
-    # NCCL logs why a connection failed.
-    "NCCL_DEBUG": "WARN",
-}
-# jaxlib refuses this variable together with XLA_CLIENT_MEM_FRACTION.
-_OLD_FRACTION_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+SETTINGS = {"NCCL_DEBUG": "WARN"}  # NCCL logs why a connection failed.
 
 
 def job_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a GPU job; values in `environment` take precedence."""
-    variables = {**SETTINGS, **environment}
-    if _OLD_FRACTION_NAME in environment:
-        del variables["XLA_CLIENT_MEM_FRACTION"]
-    return variables
+    return {**SETTINGS, **environment}
 
 
 def machine_of(
@@ -55,7 +31,7 @@ def machine_of(
 ) -> Machine:
     """Return GPU nodes as a named target, or as a count if the name is unknown."""
     try:
-        target = parse_target(f"{kind}-{gpus_per_node}x{cluster.nodes}").name
+        target = parse_target(gpu_target(kind, gpus_per_node, cluster.nodes)).name
     except ConfigError:
         return Machine(devices=gpus_per_node * cluster.nodes)
     return Machine(target, variables=job_variables(cluster.environment))
@@ -80,6 +56,6 @@ def gpu_mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
     except ConfigError:
         is_cuda = False
     if not is_cuda:
-        rule = "must be a100, h100, h200, b200, or null (no memory limit in the plan)"
+        rule = f"must be one of {GPUS}, or null (no memory limit in the plan)"
         errors.append(Mistake("cluster.gpu", cluster.gpu, rule))
     return errors

@@ -15,6 +15,7 @@ from train.core.shards import num_shards
 from train.hardware.chips import peak_flops
 from train.optimizers.catalog import OPTIMIZERS
 from train.resolve.program import ConfiguredProgram
+from train.runtime import DOUBLE_BUFFERING
 from train.units import format_bytes, format_flops
 
 _NO_PEAK = "unknown peak, so MFU is not shown"
@@ -31,6 +32,8 @@ def describe_program(program: ConfiguredProgram) -> None:
     kind = f"{device.device_kind} ({device.platform})"
     print(f"devices     {devices.size} x {kind}, {speed}")
     print(f"mesh        {sizes or 'one device'}")
+    if DOUBLE_BUFFERING in program.compiler_options:
+        print("overlap     double buffering of layers (runtime.gpu_tuning)")
     if (pipeline := program.pipeline).stages > 1:
         depth = config.model.num_layers // (pipeline.stages * pipeline.repeats)
         print(

@@ -19,6 +19,13 @@ from train.resolve.mesh import Device
 log = logging.getLogger(__name__)
 # Device files of TPUs, and of GPUs of NVIDIA (dxg: under Windows) and AMD.
 _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "dxg", "kfd")
+# The fraction of a GPU's memory that JAX reserves. The rest remains for NCCL and CUDA.
+GPU_MEMORY_FRACTION = "0.9"
+# jaxlib refuses to start if both variables are set.
+FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+# XLA:GPU unrolls the loop over layers once, so that it gathers the weights of a layer
+# while it computes another. Other options of XLA hide fewer bytes (docs/log/gpu.md).
+DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
 # Options of glibc's malloc (malloc.h): M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX. With
 # these values all memory comes from one heap, and freed memory stays there.
 _KEEP_FREED = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
@@ -46,6 +53,8 @@ def set_up(config: RuntimeConfig) -> None:
         os.environ["XLA_FLAGS"] = flags
     if "xla_gpu_deterministic_ops=true" in flags:
         make_cudnn_deterministic()
+    if config.gpu_tuning and not any(map(os.environ.get, FRACTION_VARIABLES)):
+        os.environ[FRACTION_VARIABLES[0]] = GPU_MEMORY_FRACTION
     cache_dir = config.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     cache = epath.Path(cache_dir or cache_folder() / "xla").expanduser()
     jax.config.update("jax_compilation_cache_dir", os.fspath(cache))
@@ -99,12 +108,21 @@ for _kind in ("all_gather", "reduce_scatter", "all_reduce"):
 
 
 def compiler_options(
-    device: Device, compute_dtype: jnp.dtype, sparse_cores: bool, profiled: bool
+    device: Device,
+    compute_dtype: jnp.dtype,
+    config: RuntimeConfig,
+    *,
+    num_devices: int,
+    profiled: bool,
 ) -> dict[str, bool | str]:
     """Return the XLA options for the training step with a compute dtype.
 
-    With `sparse_cores`, collectives run on a TPU's SparseCores, if it has any. Without
-    these options, XLA overlaps no collective of an FSDP step with products (docs/log).
+    With `config.gpu_tuning`, XLA overlaps more collectives with products on several
+    GPUs. An option that is in the variable XLA_FLAGS is left out here.
+
+    With `config.sparse_cores`, collectives run on a TPU's SparseCores, if it has any.
+    Without these options, XLA overlaps no collective of an FSDP step with products
+    (docs/log).
 
     With `profiled`, a GPU launches each kernel separately. Otherwise it launches many
     at once (command buffers), and the trace does not name these kernels.
@@ -115,13 +133,19 @@ def compiler_options(
     products, because XLA's elementwise operations are faster (docs/log).
     """
     if device.platform == "gpu":
-        return {"xla_gpu_enable_command_buffer": ""} if profiled else {}
+        options: dict[str, bool | str] = {}
+        if profiled:
+            options["xla_gpu_enable_command_buffer"] = ""
+        if config.gpu_tuning and num_devices > 1:
+            flags = os.environ.get("XLA_FLAGS", "")
+            if DOUBLE_BUFFERING not in flags:
+                options[DOUBLE_BUFFERING] = True
+        return options
     if device.platform != "cpu":
         chip = chip_of(device.device_kind)
-        return _ON_SPARSE_CORES if sparse_cores and chip and chip.sparse_cores else {}
-    options: dict[str, bool | str] = {
-        "xla_cpu_copy_insertion_use_region_analysis": True
-    }
+        has_sparse_cores = chip is not None and chip.sparse_cores
+        return _ON_SPARSE_CORES if config.sparse_cores and has_sparse_cores else {}
+    options = {"xla_cpu_copy_insertion_use_region_analysis": True}
     if compute_dtype == jnp.float32:
         options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_DOT"
     return options

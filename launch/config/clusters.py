@@ -27,7 +27,7 @@ ProcessesPerNode = Annotated[
     Count, Doc("The number of processes on each machine: 1, or one for each GPU.")
 ]
 GpuKind = Annotated[
-    str | None, Doc("The kind of GPU to plan for: a100, h100, h200 or b200.")
+    str | None, Doc("The kind of GPU to plan for, such as h100 or gb300.")
 ]
 Setup = Annotated[list[str], Doc("Lines of shell to run first.")]
 Workdir = Annotated[

@@ -66,6 +66,19 @@ class Attended(NamedTuple):
     bound_N: Float[Array, "N"]
 
 
+def sinks_gradient(
+    sinks_N: Float[Array, "N"], result: Result, do_BNTV: Float[Array, "B N T V"]
+) -> Float[Array, "N"]:
+    """Return the gradient of sinks, which only reduce the weights of the keys.
+
+    The log-sum-exps of the result include the sinks.
+    """
+    o_BNTV, do_BNTV = (x.astype(jnp.float32) for x in (result.o_BNTV, do_BNTV))
+    weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[:, None] - result.lse_BNT)
+    lost_BNT = weight_BNT * jnp.sum(do_BNTV * o_BNTV, axis=-1)
+    return -jnp.sum(lost_BNT, axis=(0, 2)).astype(sinks_N.dtype)
+
+
 def score_bound(lse_BNT: Float[Array, "B N T"]) -> Float[Array, "N"]:
     """Return the bound of `Attended` from the log-sum-exps of all queries."""
     return jnp.max(jax.lax.stop_gradient(lse_BNT), axis=(0, 2))

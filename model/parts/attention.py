@@ -76,7 +76,7 @@ def choose_kernel(
             ((value_dim or 0) <= head_dim, f"needs model.value_head_dim <= {head_dim}"),
             (length_fits, "needs an even sequence length"),
             (not soft_cap, "does not cap scores (model.attention_soft_cap)"),
-            (not sinks, "has no sinks (model.attention_sinks)"),
+            (kernel is _CUDNN or not sinks, "has no sinks (model.attention_sinks)"),
         ]
     for holds, text in rules:
         if not holds:

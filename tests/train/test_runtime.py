@@ -7,12 +7,19 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.program import program_code
+from train.config import RuntimeConfig
 from train.hardware.chips import CHIPS
-from train.runtime import compiler_options, cpu_prefers_bfloat16
+from train.runtime import (
+    DOUBLE_BUFFERING,
+    compiler_options,
+    cpu_prefers_bfloat16,
+    set_up,
+)
 
 DEVICES = program_code("""
 from train.config import RuntimeConfig
@@ -93,7 +100,10 @@ def test_a_cpu_multiplies_in_its_faster_dtype(tmp_path, vendor, flags, prefers):
 )
 def test_collectives_run_on_sparse_cores_if_that_hides_them(chip, asked, there):
     device = SimpleNamespace(platform="tpu", device_kind=CHIPS[chip].kind)
-    options = compiler_options(device, jnp.bfloat16, asked, profiled=False)
+    config = RuntimeConfig(sparse_cores=asked)
+    options = compiler_options(
+        device, jnp.bfloat16, config, num_devices=8, profiled=False
+    )
     assert any("sparse_core" in name for name in options) is there
 
 
@@ -101,8 +111,46 @@ def test_collectives_run_on_sparse_cores_if_that_hides_them(chip, asked, there):
 def test_only_a_profiled_gpu_launches_kernels_separately(profiled):
     """XLA's trace does not name the kernels of a command buffer."""
     device = SimpleNamespace(platform="gpu", device_kind=CHIPS["h100"].kind)
-    options = compiler_options(device, jnp.bfloat16, False, profiled=profiled)
+    options = compiler_options(
+        device, jnp.bfloat16, RuntimeConfig(), num_devices=1, profiled=profiled
+    )
     assert options == ({"xla_gpu_enable_command_buffer": ""} if profiled else {})
+
+
+def test_several_gpus_overlap_collectives_unless_a_key_or_a_flag_says_otherwise(
+    monkeypatch,
+):
+    device = SimpleNamespace(platform="gpu", device_kind=CHIPS["h100"].kind)
+
+    def options(tuning: bool) -> dict[str, bool | str]:
+        config = RuntimeConfig(gpu_tuning=tuning)
+        return compiler_options(
+            device, jnp.bfloat16, config, num_devices=8, profiled=False
+        )
+
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert options(True) == {DOUBLE_BUFFERING: True}
+    assert options(False) == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{DOUBLE_BUFFERING}=false")
+    assert options(True) == {}
+
+
+@pytest.mark.parametrize(
+    ("variables", "tuning", "fraction"),
+    [
+        ({}, True, "0.9"),
+        ({}, False, None),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, True, "0.5"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, True, None),
+    ],
+)
+def test_a_gpus_memory_is_reserved_unless_a_variable_says_how_much(
+    monkeypatch, variables, tuning, fraction
+):
+    monkeypatch.setattr(os, "environ", {"JAX_PLATFORMS": "cpu", **variables})
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    set_up(RuntimeConfig(gpu_tuning=tuning))
+    assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == fraction
 
 
 def test_without_a_tpu_its_library_stays_silent(tmp_path):

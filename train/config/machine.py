@@ -45,6 +45,14 @@ class RuntimeConfig:
             "overlapped with matrix products."
         ),
     ] = True
+    gpu_tuning: Annotated[
+        bool,
+        Doc(
+            "On NVIDIA GPUs, reserve 90 % of the memory, and with several GPUs overlap "
+            "the collectives of the training step with matrix products. false keeps "
+            "the defaults of JAX and XLA."
+        ),
+    ] = True
     compilation_cache: Annotated[
         str | None,
         Doc(

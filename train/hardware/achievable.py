@@ -56,6 +56,7 @@ class Achievable:
 
     products: the fraction of the matrix units' rate. GPUs: the fraction in a training
         step, for long contractions.
+    eight_bits: the same for products in eight bits; 0 if it is that of others.
     memory: the fraction of the main-memory bandwidth.
     links: the fraction of the bandwidth of ICI or NVLink.
     network: the fraction of the bandwidth of DCN or of network cards.
@@ -74,6 +75,7 @@ class Achievable:
     memory: float
     links: float
     network: float
+    eight_bits: float = 0.0
     half_depth: float = 0.0
     grouped: GroupedRates = GroupedRates()
     attention: AttentionRates | None = None
@@ -98,6 +100,7 @@ class Achievable:
 #     2 x 512^3 FLOPs for 2 x 512^2 values of 2 bytes.
 TPU = Achievable(
     products=0.865,
+    eight_bits=0.6,
     grouped=GroupedRates(rate=0.77, intensity=256),
     memory=0.85,
     links=0.74,

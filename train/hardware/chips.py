@@ -1,7 +1,7 @@
 """The rates of chips, as their vendors state them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from train.hardware.achievable import (
     AMPERE,
@@ -31,6 +31,8 @@ class Chip:
     sparse_cores: whether the TPU has SparseCores that are known to hide collectives.
     scatters_in_one_step: whether XLA:TPU runs a reduce-scatter over a whole slice as
         one ring through all devices, not as an all-reduce.
+    hidden: the fractions of collectives in layers that XLA:TPU overlaps with products,
+        by kind, within a slice, as read from compiled steps (docs/log/compiled.md).
     max_ragged_devices: the largest slice, in JAX devices, for which XLA:TPU compiles a
         ragged all-to-all (libtpu 0.0.51); None if every slice is possible.
     achievable: the fractions of these rates that programs achieve.
@@ -52,6 +54,7 @@ class Chip:
     matrix_unit: int | None = None
     sparse_cores: bool = False
     scatters_in_one_step: bool = False
+    hidden: Mapping[str, float] = field(default_factory=dict)
     max_ragged_devices: int | None = None
     achievable: Achievable = TPU
     judged: tuple[float, float] | None = None
@@ -80,13 +83,16 @@ def _flops(
 # MLPerf's system files, not from NVIDIA's datasheets. FLOP/s with sparsity are halved.
 # A100: 312 TFLOP/s, 2039 GB/s, NVLink 3, 600 GB/s both ways over 12 links. H100, H200:
 # 1979 (FP8 3958) with sparsity, 3.35 and 4.8 TB/s, NVLink 4, 900 GB/s over 18. B200:
-# 2250 (FP8 4500) dense, 8 TB/s, NVLink 5, 1800 GB/s over 18. GB200: 2500 (5000) dense.
-# Each GPU has one network card of 400 Gb/s (A100: 200), as in DGX systems. hbm_bytes:
-# as CUDA reports it, from openxla/xla, xla/backends/gpu/target_config/specs.
+# 2250 (FP8 4500) dense, 8 TB/s, NVLink 5, 1800 GB/s over 18. GB200, GB300: 2500 (5000)
+# dense; B300: 2250 (4500). nvidia.com/en-us/data-center, pages of GB200 NVL72, GB300
+# NVL72 and DGX B300: a rack of 72 GPUs has 130 TB/s of NVLink; a CPU is joined to two
+# GPUs by 900 GB/s both ways; GB300 and B300 have network cards of 800 Gb/s. Each other
+# GPU has one card of 400 Gb/s (A100: 200), as in DGX systems. hbm_bytes: as CUDA
+# reports it, from openxla/xla, xla/backends/gpu/target_config/specs.
 # host_bandwidth: v4's 16 GB/s each way, and v6e's 15, come from
-# jax-ml.github.io/scaling-book, "How to Think About TPUs". No source states v5e's and
-# v5p's, so they use v4's. GPUs: PCIe 4 (A100) and 5 with 16 lanes, 64 and 128 GB/s
-# both ways, as NVIDIA states them.
+# jax-ml.github.io/scaling-book, "How to Think About TPUs". No source states v5e's,
+# v5p's and tpu7x's, so their JAX devices use v4's. GPUs: PCIe 4 (A100) and 5 with 16
+# lanes, 64 and 128 GB/s both ways, as NVIDIA states them.
 _H100 = Chip(
     "H100",
     _flops(989.5, 1979),
@@ -98,6 +104,17 @@ _H100 = Chip(
     host_bandwidth=64 * GB,
     achievable=HOPPER,
     judged=(0.65, 1.19),
+)
+_GB200 = Chip(
+    "GB200",
+    _flops(2500, 5000),
+    hbm_bytes=197_897_748_480,
+    hbm_bandwidth=8000 * GB,
+    links=18,
+    link_bandwidth=50 * GB,
+    dcn_bandwidth=400 / 8 * GB,
+    host_bandwidth=225 * GB,
+    achievable=BLACKWELL,
 )
 CHIPS = {
     "v2": Chip("TPU v2", _flops(46), devices=2, matrix_unit=128),
@@ -125,6 +142,7 @@ CHIPS = {
         host_bandwidth=16 * GB,
         program_bytes=int(15.75 * GIB),
         matrix_unit=128,
+        hidden={"all-gather": 0.95},
         max_ragged_devices=16,
         judged=(0.87, 1.08),
     ),
@@ -153,6 +171,7 @@ CHIPS = {
         program_bytes=int(31.24 * GIB),
         matrix_unit=256,
         sparse_cores=True,
+        hidden={"reduce-scatter": 0.8},
         achievable=TPU_V6E,
         judged=(0.94, 1.07),
     ),
@@ -165,9 +184,11 @@ CHIPS = {
         links=6,
         link_bandwidth=100 * GB,
         dcn_bandwidth=100 / 8 * GB,
+        host_bandwidth=32 * GB,
         program_bytes=int(94.74 * GIB),
         matrix_unit=256,
         scatters_in_one_step=True,
+        hidden={"all-gather": 0.9, "reduce-scatter": 0.98},
         judged=(0.99, 1.21),
     ),
     "a100": Chip(
@@ -193,7 +214,24 @@ CHIPS = {
     # Superchips. Without its entry, `chip_of` would take a GH200, which has 96 or
     # 144 GB, for an H200.
     "gh200": Chip("GH200", _flops(989.5, 1979), achievable=HOPPER),
-    "gb200": Chip("GB200", _flops(2500, 5000), achievable=BLACKWELL),
+    "gb200": _GB200,
+    "gb300": replace(
+        _GB200,
+        kind="GB300",
+        hbm_bytes=297_021_079_552,
+        dcn_bandwidth=800 / 8 * GB,
+    ),
+    "b300": Chip(
+        "B300",
+        _flops(2250, 4500),
+        hbm_bytes=297_021_865_984,
+        hbm_bandwidth=8000 * GB,
+        links=18,
+        link_bandwidth=50 * GB,
+        dcn_bandwidth=800 / 8 * GB,
+        host_bandwidth=64 * GB,
+        achievable=BLACKWELL,
+    ),
     "b200": Chip(
         "B200",
         _flops(2250, 4500),

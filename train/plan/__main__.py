@@ -1,9 +1,10 @@
 """`python -m train.plan`: the layout, memory and speed of training, without training.
 
-If a target is set, the program compiles the training step, with the shardings of
-training, for a machine that may not be present. If that machine's compiler is not
-installed, the step is estimated instead. A finished plan exits with 4 if the step does
-not fit the target, or if a search finds no layout that fits, and with 0 otherwise.
+If a target is set, the program prints an estimate, and then compiles the training step,
+with the shardings of training, for a machine that may not be present. If that machine's
+compiler is not installed, or with `compile=false`, the plan is the estimate. A finished
+plan exits with 4 if the step does not fit the target, or if a search finds no layout
+that fits, and with 0 otherwise.
 """
 
 import json
@@ -51,7 +52,8 @@ def main(config: PlanConfig) -> int:
         problem = missing_compiler(target)
     if problem:
         print(f"estimated, not compiled: {problem}", file=sys.stderr)
-    can_compile = not problem and (has_target or config.show)
+    has_compiler = not problem and (has_target or config.show)
+    can_compile = has_compiler and config.compile
     compiles = config.search_compiles if can_compile else 0
     devices = fake_devices(target) if target else jax.devices()
     budget = budget_of(devices, config.margin)
@@ -106,9 +108,10 @@ def _plan(
     from train.describe import describe_program, print_parameters
     from train.plan.array_layout import array_slices, print_slices
     from train.plan.compiled.inspection import inspect
+    from train.plan.compiling import print_changes, print_estimate, shown_compilation
     from train.plan.page import page_data
     from train.plan.phases import plan_phases, print_phases, verdict_with_phases
-    from train.plan.plan import compile_and_read, estimate
+    from train.plan.plan import compile_and_read, compile_estimated, estimate
     from train.plan.show import print_inspection, sentences
 
     array = config.plan.array and array_slices(program, config.plan.array)
@@ -118,7 +121,12 @@ def _plan(
         if array:
             print_slices(array)
     make_plan = partial(compile_and_read if can_compile else estimate, budget=budget)
-    plan = make_plan(program)
+    guess = plan = estimate(program, budget)
+    if can_compile:
+        if not config.json:
+            print_estimate(guess)
+        with shown_compilation(config.target or "this machine"):
+            plan = compile_estimated(guess)
     phases = plan_phases(plan, make_plan) if len(phases_of(config.data)) > 1 else []
     inspection = None
     if config.show and plan.text:
@@ -146,6 +154,8 @@ def _plan(
         print(json.dumps(values))
     else:
         print_plan(plan, verdict)
+        if can_compile:
+            print_changes(guess, plan)
         if phases:
             print_phases(phases)
         if inspection:
@@ -217,6 +227,9 @@ def plan_mistakes(config: PlanConfig) -> list[Mistake]:
     if config.search_precision and not config.search:
         rule = "needs search=true; add it"
         mistakes.append(Mistake("search_precision", True, rule))
+    if config.show and not config.compile:
+        rule = "shows the compiled step; remove compile=false"
+        mistakes.append(Mistake("show", True, rule))
     if config.search and config.show:
         rule = "shows one layout: remove search=true, or use mesh=planned"
         mistakes.append(Mistake("show", True, rule))

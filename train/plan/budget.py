@@ -10,13 +10,13 @@ import jax
 from train.hardware.chips import Chip, chip_of
 from train.plan.config import MARGIN
 from train.resolve.mesh import Device
+from train.runtime import FRACTION_VARIABLES
 
 # A device's reported limit replaces the chip's figure only if they differ by more than
 # this fraction, so that a plan made without the device usually has the same budget.
 _LIMIT_TOLERANCE = 0.05
-# The fraction of a GPU's memory that JAX preallocates, and its default
-# (docs.jax.dev, GPU memory allocation).
-_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+# The fraction of a GPU's memory that JAX preallocates (docs.jax.dev, GPU memory
+# allocation), unless `runtime.gpu_tuning` sets another.
 _DEFAULT_FRACTION = "0.75"
 
 
@@ -55,12 +55,12 @@ def memory_budget(
         program_bytes = chip.program_bytes
         total_bytes = max(chip.hbm_bytes // chip.devices, program_bytes)
     else:
-        set_fractions = filter(None, map(os.environ.get, _FRACTION_VARIABLES))
+        set_fractions = filter(None, map(os.environ.get, FRACTION_VARIABLES))
         fraction = float(next(set_fractions, _DEFAULT_FRACTION))
         total_bytes = chip.hbm_bytes // chip.devices
         program_bytes = int(fraction * total_bytes)
         note = f"JAX takes {fraction:.0%} of a GPU; to change that, here and in "
-        note += f"training, set {_FRACTION_VARIABLES[0]}=0.92, say, in the environment"
+        note += f"training, set {FRACTION_VARIABLES[0]}=0.92, say, in the environment"
     if limit is not None and abs(limit / program_bytes - 1) > _LIMIT_TOLERANCE:
         total_bytes = total_bytes * limit // program_bytes
         program_bytes = limit

@@ -25,6 +25,9 @@ class PlanConfig(Config):
     output: Annotated[
         str | None, Doc("The folder of plan.html and plan.json. null: plans/<name>.")
     ] = None
+    compile: Annotated[
+        bool, Doc("Compile the step for the target. false stops after the estimate.")
+    ] = True
     show: Annotated[
         bool, Doc("Write the step as traced, lowered and optimized, with a summary.")
     ] = False

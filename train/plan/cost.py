@@ -34,6 +34,8 @@ class Flops:
     unknown: kernels whose FLOPs are not counted.
     eight_bits: the FLOPs in `products` whose operands have eight bits.
     grouped: the FLOPs in `products` that multiply rows grouped by expert.
+    grouped_tiles: the FLOPs of the tiles in which a kernel computes `grouped`. A tile
+        that has rows of two experts is computed twice.
     padded: all FLOPs, counting idle rows and columns of the matrix units; 0 if unknown.
     """
 
@@ -43,6 +45,7 @@ class Flops:
     unknown: tuple[str, ...] = ()
     eight_bits: float = 0.0
     grouped: float = 0.0
+    grouped_tiles: float = 0.0
     padded: float = 0.0
 
     @property

@@ -188,7 +188,12 @@ def compile_and_read(
     The cost is estimated if the step does not fit or XLA cannot print the program.
     `budget` has the same default as in `estimate`.
     """
-    guess = estimate(program, budget)
+    return compile_estimated(estimate(program, budget))
+
+
+def compile_estimated(guess: Plan) -> Plan:
+    """Compile the step of an estimated plan, and return the plan that is read."""
+    program = guess.program
     result, compilation = measure_compile(program)
     memory = device_memory(program, result)
     text = None

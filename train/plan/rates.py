@@ -44,12 +44,14 @@ def rates_of(mesh: Mesh, chip: Chip, compute: str = "auto") -> Rates:
     """
     bfloat16 = chip.flops["bfloat16"]
     product_rate = chip.achievable.products / chip.devices
+    eight_bits = chip.achievable.eight_bits or chip.achievable.products
+    eight_bit_rate = eight_bits / chip.devices * chip.flops.get(compute, 0.0)
     memory_rate = chip.achievable.memory * stated(chip, "hbm_bandwidth") / chip.devices
     return Rates(
         flops=product_rate * bfloat16,
         memory=memory_rate,
         send=lambda g: bandwidth(mesh, g.axes, g.network, chip, g.links),
-        eight_bits=product_rate * chip.flops.get(compute, bfloat16),
+        eight_bits=max(product_rate * bfloat16, eight_bit_rate),
     )
 
 
@@ -130,8 +132,8 @@ def busy_times_of(
         products_s += attention_s - flops.attention / rates.flops
     grouped = chip.achievable.grouped
     tile_rate = grouped.intensity * rates.memory
-    slowdown = max(1 / grouped.rate, rates.flops * fill / tile_rate)
-    products_s += (slowdown - 1) * flops.grouped / fill / rates.flops
+    slowdown = max(1 / grouped.rate, rates.flops / tile_rate)
+    products_s += (slowdown - 1) * flops.grouped_tiles / rates.flops
     groups = defaultdict[tuple[tuple[str, ...], str], list[CollectiveTotal]](list)
     for total in cost.sent:
         groups[total.axes, total.network].append(total)

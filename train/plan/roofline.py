@@ -11,9 +11,11 @@ pessimistic: only matrix products hide their own memory traffic. A collective is
     only by the products that the schedule overlaps it with.
 
 Transfers to host memory overlap with all sections. The predicted time is the mean of
-both times. On GPUs kernels run one after another, so it is the pessimistic time, and
-the bounds around it are GPU_SPREAD. The printed range also includes every published run
-that judges the predictions for the chip. All slices or nodes wait for the slowest one.
+both times. On GPUs, and in steps with experts, kernels run one after another, so it is
+the pessimistic time. The bounds around it are GPU_SPREAD. They are WIDE_SPREAD if the
+step has experts or products in eight bits, or if a step for TPUs with tensor
+parallelism is not compiled. The printed range also includes every published run that
+judges the predictions for the chip. All slices or nodes wait for the slowest one.
 Input, checkpoints and kernel launches are not included.
 
 FLOPs, bytes and seconds refer to one JAX device and one step.
@@ -31,12 +33,13 @@ from model.config import ModelConfig
 from train.hardware.achievable import slowest_ratio
 from train.hardware.chips import Chip
 from train.hardware.interconnect import num_slices_along
-from train.plan.cost import StepCost
+from train.plan.cost import ESTIMATED, StepCost
 from train.plan.rates import BusyTimes, busy_times_of, host_link
 
 PRODUCTS = "matrix products"
 MEMORY = "main memory"
 GPU_SPREAD = 0.2  # from the predicted time to either bound (docs/results.md)
+WIDE_SPREAD = 0.3  # the same where few public runs judge a prediction
 
 
 @dataclass(frozen=True)
@@ -171,9 +174,17 @@ def predict(
         low, high = (max(s, link.seconds + waited_s) for s in (low, high))
         busy = dataclasses.replace(busy, links=(*busy.links, link))
     on_tpu = mesh.devices.flat[0].platform == "tpu"
-    if not on_tpu:
-        low = (1 - GPU_SPREAD) * high
-        high = (1 + GPU_SPREAD) * high
+    has_experts = cost.flops.grouped > 0
+    # Without a schedule, the overlap of permutes with products is uncertain.
+    sends_activations = any("tensor" in total.axes for total in cost.sent)
+    is_rough = on_tpu and cost.how == ESTIMATED and sends_activations
+    is_uncertain = has_experts or is_rough or cost.flops.eight_bits > 0
+    is_serial = has_experts or not on_tpu
+    if is_uncertain or is_serial:
+        middle = high if is_serial else (low + high) / 2
+        spread = WIDE_SPREAD if is_uncertain else GPU_SPREAD
+        low = (1 - spread) * middle
+        high = (1 + spread) * middle
     slowdown = slowest_ratio(num_domains, chip.achievable.spread)
     return Prediction(
         **vars(busy),

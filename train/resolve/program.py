@@ -171,7 +171,8 @@ def make_program(
         compiler_options=compiler_options(
             device,
             execution.numerics.compute_dtype,
-            config.runtime.sparse_cores,
+            config.runtime,
+            num_devices=len(devices),
             profiled=bool(config.profile.steps),
         ),
         num_tokens=num_tokens,

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from model.attention.inputs import Result
+from model.attention.inputs import Result, sinks_gradient
 from model.parts.context.ring_kernel import Kernel, Pair, Travelling
 from model.remat import saveable
 
@@ -160,16 +160,8 @@ def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, cotangents: Resu
     grads = _send(grads, axes)
     grads = [d.astype(x.dtype) for d, x in zip(grads, local.arrays, strict=True)]
     dweight = None if weight is None else dweight.astype(weight.dtype)
-    dsinks = None if sinks is None else _sinks_gradient(sinks, result, do)
+    dsinks = None if sinks is None else sinks_gradient(sinks, result, do)
     return dq.astype(q.dtype), Travelling(tuple(grads), None), dsinks, dweight
-
-
-def _sinks_gradient(sinks_N: Array, result: Result, do_BNTV: Array) -> Array:
-    """Return the gradient of sinks. A sink only reduces the weights of the keys."""
-    o_BNTV, do_BNTV = (x.astype(jnp.float32) for x in (result.o_BNTV, do_BNTV))
-    weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[:, None] - result.lse_BNT)
-    lost_BNT = weight_BNT * jnp.sum(do_BNTV * o_BNTV, axis=-1)
-    return -jnp.sum(lost_BNT, axis=(0, 2)).astype(sinks_N.dtype)
 
 
 ring.defvjp(_forward, _backward)

@@ -141,7 +141,7 @@ def grouped_rows(
         case Grouped.triton:
             return grouped_triton.triton_by_rows(x, w, sizes, transposed, dtype)
         case Grouped.megablox:
-            tiling = _tiling(x.shape[0])
+            tiling = _megablox_tile(x.shape[0])
             padded = _pad_rows(x, tiling[0])
             w = w.swapaxes(1, 2) if swapped else w
             y = gmm(
@@ -178,7 +178,7 @@ def grouped_matrices(
         case Grouped.triton:
             return grouped_triton.triton_by_experts(x, dy, sizes, dtype)
         case Grouped.megablox:
-            tiling = _tiling(x.shape[0])
+            tiling = _megablox_tile(x.shape[0])
             x = _pad_rows(x, tiling[0])
             dy = _pad_rows(dy, tiling[0])
             a, b = (dy, x) if swapped else (x, dy)
@@ -188,7 +188,22 @@ def grouped_matrices(
             assert_never(kernel)
 
 
-def _tiling(M: int) -> tuple[int, int, int]:
+def tile_of(kernel: Grouped, num_rows: int) -> tuple[int, int]:
+    """Return the rows and the columns of the tiles in which a kernel multiplies.
+
+    A kernel computes a tile once for each expert that has rows in it. The result is
+    (1, 1) if a kernel multiplies no tiles.
+    """
+    match kernel:
+        case Grouped.megablox:
+            return _megablox_tile(num_rows)[:2]
+        case Grouped.triton:
+            return grouped_triton.ROWS, grouped_triton.COLUMNS
+        case _:
+            return 1, 1
+
+
+def _megablox_tile(M: int) -> tuple[int, int, int]:
     # Tiles up to 512 fit the vector memory of v5e, v5p and v6e, forward and backward
     # (checked by compiling; speed not measured).
     return (next(n for n in (128, 256, 512) if n >= min(M, 512)), 512, 512)

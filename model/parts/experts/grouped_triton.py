@@ -19,8 +19,8 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 # Tile sizes, which are not tuned on a GPU.
-_ROWS = 128
-_COLUMNS = 128
+ROWS = 128
+COLUMNS = 128
 _DEPTH = 32
 _WHOLE_ARRAY = pl.BlockSpec(memory_space=pl.ANY)
 _COMPILER_PARAMS = triton.CompilerParams(num_warps=8, num_stages=3)
@@ -40,22 +40,22 @@ def triton_by_rows(
     N = w.shape[1 if transposed else 2]
     unused = M - jnp.sum(sizes_E)[None]
     sizes = jnp.concatenate([sizes_E, unused.astype(sizes_E.dtype)])
-    blocks = -(-sizes // _ROWS)
+    blocks = -(-sizes // ROWS)
     block_ends = jnp.cumsum(blocks)
     ends = jnp.cumsum(sizes)
-    block = jnp.arange(M // _ROWS + E + 1)
+    block = jnp.arange(M // ROWS + E + 1)
     expert = jnp.sum(block[:, None] >= block_ends[None], axis=1)
     group = jnp.minimum(expert, E)  # Group E is the unused rows.
     start = jnp.where(
         expert > E,
         M,
-        (ends - sizes)[group] + _ROWS * (block - (block_ends - blocks)[group]),
+        (ends - sizes)[group] + ROWS * (block - (block_ends - blocks)[group]),
     )
     group, start, end = (x.astype(jnp.int32) for x in (group, start, ends[group]))
     call = pl.pallas_call(
         partial(_rows_kernel, E=E, K=K, N=N, transposed=transposed),
         out_shape=jax.ShapeDtypeStruct((M, N), dtype),
-        grid=(block.size, pl.cdiv(N, _COLUMNS)),
+        grid=(block.size, pl.cdiv(N, COLUMNS)),
         in_specs=[_WHOLE_ARRAY] * 5,
         out_specs=_WHOLE_ARRAY,
         compiler_params=_COMPILER_PARAMS,
@@ -72,11 +72,11 @@ def _rows_kernel(
     expert = expert_ref[block]
     start = start_ref[block]
     end = end_ref[block]
-    column = pl.program_id(1) * _COLUMNS
-    rows = pl.ds(start, _ROWS)
-    columns = pl.ds(column, _COLUMNS)
-    in_rows = start + jnp.arange(_ROWS)[:, None] < end
-    in_columns = column + jnp.arange(_COLUMNS) < N
+    column = pl.program_id(1) * COLUMNS
+    rows = pl.ds(start, ROWS)
+    columns = pl.ds(column, COLUMNS)
+    in_rows = start + jnp.arange(ROWS)[:, None] < end
+    in_columns = column + jnp.arange(COLUMNS) < N
 
     def add_step(step, total):
         depth = pl.ds(step * _DEPTH, _DEPTH)
@@ -92,7 +92,7 @@ def _rows_kernel(
 
     has_rows = (expert < E) & (start < end)
     num_steps = has_rows.astype(jnp.int32) * pl.cdiv(K, _DEPTH)
-    zeros = jnp.zeros((_ROWS, _COLUMNS), jnp.float32)
+    zeros = jnp.zeros((ROWS, COLUMNS), jnp.float32)
     y = jax.lax.fori_loop(0, num_steps, add_step, zeros)
     mask = in_rows & in_columns[None]
     triton.store(y_ref.at[rows, columns], y.astype(y_ref.dtype), mask=mask)
@@ -114,7 +114,7 @@ def triton_by_experts(
     call = pl.pallas_call(
         partial(_experts_kernel, D=D, F=F),
         out_shape=jax.ShapeDtypeStruct((E, D, F), dtype),
-        grid=(E, pl.cdiv(D, _ROWS), pl.cdiv(F, _COLUMNS)),
+        grid=(E, pl.cdiv(D, ROWS), pl.cdiv(F, COLUMNS)),
         in_specs=[_WHOLE_ARRAY] * 4,
         out_specs=_WHOLE_ARRAY,
         compiler_params=_COMPILER_PARAMS,
@@ -128,12 +128,12 @@ def _experts_kernel(start_ref, end_ref, x_ref, y_ref, w_ref, *, D, F):
     expert, input_tile, output_tile = (pl.program_id(i) for i in range(3))
     start = start_ref[expert]
     end = end_ref[expert]
-    input_start = input_tile * _ROWS
-    output_start = output_tile * _COLUMNS
-    inputs = pl.ds(input_start, _ROWS)
-    outputs = pl.ds(output_start, _COLUMNS)
-    in_inputs = input_start + jnp.arange(_ROWS) < D
-    in_outputs = output_start + jnp.arange(_COLUMNS) < F
+    input_start = input_tile * ROWS
+    output_start = output_tile * COLUMNS
+    inputs = pl.ds(input_start, ROWS)
+    outputs = pl.ds(output_start, COLUMNS)
+    in_inputs = input_start + jnp.arange(ROWS) < D
+    in_outputs = output_start + jnp.arange(COLUMNS) < F
 
     def add_step(step, total):
         row = start + step * _DEPTH
@@ -143,7 +143,7 @@ def _experts_kernel(start_ref, end_ref, x_ref, y_ref, w_ref, *, D, F):
         y = _load(y_ref.at[rows, outputs], in_rows & in_outputs[None])
         return total + _dot(x, y, 0, 0)
 
-    zeros = jnp.zeros((_ROWS, _COLUMNS), jnp.float32)
+    zeros = jnp.zeros((ROWS, COLUMNS), jnp.float32)
     w = jax.lax.fori_loop(0, pl.cdiv(end - start, _DEPTH), add_step, zeros)
     mask = in_inputs[:, None] & in_outputs[None]
     triton.store(w_ref.at[expert, inputs, outputs], w.astype(w_ref.dtype), mask=mask)

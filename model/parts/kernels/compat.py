@@ -47,6 +47,30 @@ def cudnn_attend(
     return result
 
 
+def cudnn_backward(
+    inputs: Inputs,
+    mask_B1TS: jax.Array | None,
+    window: int | None,
+    *,
+    o_BTNH: jax.Array,
+    lse_BNT: jax.Array,
+    do_BTNH: jax.Array,
+) -> Sequence[jax.Array]:
+    """Return the gradients of q, k and v of `cudnn_attend`.
+
+    The log-sum-exps may include scores other than those of the keys.
+    """
+    q = inputs.q_BTNH
+    scale = q.shape[-1] ** -0.5
+    return _backward(
+        (q, inputs.k_BSKH, inputs.v_BSKV),
+        mask_B1TS,
+        (lse_BNT, o_BTNH, do_BTNH),
+        _parameters(fused.MaskType.CAUSAL, fused.AttentionLayout.BTNH, scale),
+        window,
+    )
+
+
 def cudnn_step_forward(chunks: Chunks, causal: bool) -> Result:
     """Return the output and the float32 log-sum-exp of one step of a ring."""
     result: Any = fused.dot_product_attention(
@@ -65,17 +89,38 @@ def cudnn_step_backward(
     chunks: Chunks, causal: bool, result: Result, do_BNTV: jax.Array
 ) -> Sequence[jax.Array]:
     """Return the gradients of q, k and v from one step of a ring."""
-    empty = jnp.zeros(0, chunks.q_BNTH.dtype)
-    mask = _mask(chunks)
+    return _backward(
+        chunks[:3],
+        _mask(chunks),
+        (result.lse_BNT, result.o_BNTV, do_BNTV),
+        _parameters(_mask_type(causal), fused.AttentionLayout.BNTH, 1.0),
+        None,
+    )
+
+
+def _backward(
+    operands: Sequence[jax.Array],
+    mask: jax.Array | None,
+    results: Sequence[jax.Array],
+    parameters: dict[str, Any],
+    window: int | None,
+) -> Sequence[jax.Array]:
+    """Return the gradients of the operands q, k and v.
+
+    `results` are the log-sum-exps, the output and its cotangent.
+    """
+    empty = jnp.zeros(0, operands[0].dtype)
     bias = empty
     if mask is not None:
         bias = fused.combine_bias_and_mask(None, mask, empty.dtype)
     return fused._dot_product_attention_bwd_p.bind(
-        *(chunks.q_BNTH, chunks.k_BKSH, chunks.v_BKSV, bias, *[empty] * 6),
-        *(result.lse_BNT, result.o_BNTV, do_BNTV),
-        **_parameters(_mask_type(causal), fused.AttentionLayout.BNTH, 1.0),
+        *operands,
+        bias,
+        *[empty] * 6,
+        *results,
+        **parameters,
         variadic_args=(mask is not None, False),  # (has a bias, has its gradient)
-        sliding_window_length=None,
+        sliding_window_length=window,
     )
 
 

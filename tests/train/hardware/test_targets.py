@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from train.errors import ConfigError
 from train.hardware.chips import CHIPS, chip_of, peak_flops
-from train.hardware.targets import Target, parse_target
+from train.hardware.targets import Target, gpu_target, parse_target
 
 SIZES = {
     "v5e": (1, 4, 8, 16, 32, 64, 128, 256),
@@ -14,7 +14,8 @@ SIZES = {
     "v4": (8, 16, 32, 64, *range(128, 8193, 128)),
     "v5p": (8, 16, 32, 64, *range(128, 17921, 128)),
     "tpu7x": (8, 16, 32, 64, *range(128, 18433, 128)),
-    **{gpu: (1, 2, 4, 8) for gpu in ("a100", "h100", "h200", "b200")},
+    **{gpu: (1, 2, 4, 8) for gpu in ("a100", "h100", "h200", "b200", "b300")},
+    **{gpu: (1, 2, *range(4, 73, 4)) for gpu in ("gb200", "gb300")},
 }
 CORES = ("v4", "v5p", "tpu7x")  # These names count cores, and a chip has two.
 NAMES = [(family, size) for family, sizes in SIZES.items() for size in sizes]
@@ -48,8 +49,14 @@ def test_chips_of_a_slice_stand_as_the_cloud_has_them(name, topology):
 
 
 def test_hosts():
-    names = ("v5e-1", "v5e-8", "v5e-16", "v5e-8x3", "h100-8x16")
-    assert [parse_target(name).num_hosts for name in names] == [1, 1, 4, 3, 16]
+    names = ("v5e-1", "v5e-8", "v5e-16", "v5e-8x3", "h100-8x16", "gb300-72x2")
+    assert [parse_target(name).num_hosts for name in names] == [1, 1, 4, 3, 16, 36]
+
+
+def test_nodes_of_a_rack_count_as_one_domain():
+    assert gpu_target("h100", 8, 4) == "h100-8x4"
+    assert gpu_target("gb200", 4, 16) == "gb200-64x1"
+    assert gpu_target("gb300", 4, 36) == "gb300-72x2"
 
 
 @pytest.mark.parametrize(
@@ -58,6 +65,7 @@ def test_hosts():
         ("v5e-7", "v5e-4 and v5e-8"),
         ("v5p-130", "v5p-128 and v5p-256"),
         ("h100-3", "n = 1, 2, 4 or 8"),
+        ("gb300-74", "up to 72 GPUs"),
         ("v5e-8x0", "at least one slice"),
         ("v5e", "v5e-256"),
         ("v3-8", "of v4, v5e"),

@@ -68,6 +68,7 @@ def _add_kernels(all_executed: Sequence[Executed], estimated: Flops) -> Flops:
         whole_attention=estimated.whole_attention if has_attention else 0.0,
         eight_bits=grouped if all(map(has_eight_bits, grouped_kernels)) else 0.0,
         grouped=grouped,
+        grouped_tiles=estimated.grouped_tiles if grouped_kernels else 0.0,
     )
     total = count_flops(all_executed) + kernels
     padding = estimated.padded / estimated.total if estimated.total else 0.0

@@ -55,12 +55,17 @@ class StepPosition(NamedTuple):
 
 @dataclass(eq=False)
 class PartialSum:
-    """An array that must be summed over the devices along `axes`."""
+    """An array that must be summed over the devices along `axes`.
+
+    is_product: whether a product of matrices made it.
+    is_activation: whether it is the product of an activation and a parameter.
+    """
 
     axes: Axes
     bytes: int
     position: StepPosition
     is_product: bool
+    is_activation: bool
     is_reduced: bool = False
 
 
@@ -152,7 +157,8 @@ def broadcast_dims(
     Shapes are those of the traced program. Operands of another rank are ignored.
     """
     pairs = [pair for pair in operands if len(pair[1]) == len(shape)]
-    pairs.sort(key=lambda pair: not pair[0].from_batch)
+    # XLA slices a larger operand, or scatters it if it is a partial sum.
+    pairs.sort(key=lambda pair: (not pair[0].from_batch, pair[0].size))
     if pairs and pairs[0][1] == shape and all(dim.is_known for dim in pairs[0][0].dims):
         return pairs[0][0].dims
     dims = list[Dim]()

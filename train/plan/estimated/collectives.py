@@ -11,7 +11,8 @@ and then between slices. All other collectives go through the hosts entirely.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -20,10 +21,10 @@ from model.axes import mesh_axes
 from model.gather import AxisSteps, scatter_groups
 from model.parts.experts.exchange import CAPACITY_FACTOR
 from train.core.shards import num_shards
-from train.hardware.chips import chip_of
+from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import Group, group_along, num_slices_along
 from train.plan.cost import CollectiveTotal, sent_bytes
-from train.plan.estimated.arrays import Axes, Dim, LocalArray, StepPosition
+from train.plan.estimated.arrays import Axes, Dim, LocalArray, PartialSum, StepPosition
 from train.plan.sections import outermost_part
 
 COLLECTIVES = {  # the kinds of collectives, by primitive
@@ -37,6 +38,9 @@ COLLECTIVES = {  # the kinds of collectives, by primitive
     "ragged_all_to_all": "ragged-all-to-all",
 }
 _LANES = 128  # the lanes of a TPU's vectors
+# The fraction of the permutes of windowed products that overlaps with products. Source:
+# MaxText's 32B on v5p-128, fsdp 16 x tensor 4, compiled (docs/log/planner.md).
+_WINDOWED_HIDDEN = 0.65
 
 
 class Exchange(NamedTuple):
@@ -44,6 +48,7 @@ class Exchange(NamedTuple):
 
     payload: the sum over all executions in a step together (definition: plan/cost.py).
     members: the positions along `axes` of the devices in one group; () means all.
+    is_windowed: whether the collective is a ring of permutes around a product's parts.
     """
 
     axes: Axes
@@ -51,6 +56,7 @@ class Exchange(NamedTuple):
     payload: float
     position: StepPosition
     members: tuple[int, ...] = ()
+    is_windowed: bool = False
 
 
 class CollectiveRecorder:
@@ -63,6 +69,7 @@ class CollectiveRecorder:
         self.position = StepPosition(1, "")  # the walk sets it before each equation
         # The dims of each table from which ids select rows; gradients have them too.
         self.table_dims: dict[LocalArray, tuple[Dim, ...]] = {}
+        self._gathered: dict[tuple[LocalArray, Axes], LocalArray] = {}
 
     def nontrivial_axes(self, axes: Axes) -> Axes:
         """Return the axes with more than one device, in the mesh's order."""
@@ -74,19 +81,61 @@ class CollectiveRecorder:
         return axes + [()] * (rank - len(axes))
 
     def reduce(self, array: LocalArray, axes: Axes) -> None:
-        """Record the reduction of an array's partial sums, scattered along `axes`."""
-        new_axes = [a for a in axes if a not in array.axes]
-        # Terms of the same size are added up before they are reduced.
-        terms = {(t.axes, t.bytes): t for t in array.sums if not t.is_reduced}
-        for term in terms.values():
-            scattered = tuple(a for a in term.axes if a in new_axes)
-            others = tuple(a for a in term.axes if a not in new_axes)
-            kind = "reduce-scatter" if term.is_product else "all-reduce"
-            self._add(Exchange(scattered, kind, term.bytes, term.position))
+        """Record the reduction of an array's partial sums, scattered along `axes`.
+
+        Sums are also scattered along the axes that shard the array already.
+        """
+        terms = [term for term in array.sums if not term.is_reduced]
+        if not self._is_windowed(terms):
+            # Terms of the same size are added up before they are reduced.
+            terms = {(term.axes, term.bytes): term for term in terms}.values()
+        for term in terms:
+            scattered = tuple(a for a in term.axes if a in (*axes, *array.axes))
+            others = tuple(a for a in term.axes if a not in scattered)
+            if scattered and self._is_windowed([term]):
+                self._add_windowed(scattered, term.bytes, term.position)
+            else:
+                kind = "reduce-scatter" if term.is_product else "all-reduce"
+                self._add(Exchange(scattered, kind, term.bytes, term.position))
             local_bytes = term.bytes / num_shards(self.sizes, scattered)
             self._add(Exchange(others, "all-reduce", local_bytes, term.position))
         for term in array.sums:
             term.is_reduced = True
+
+    def gather(self, array: LocalArray, axes: Collection[str]) -> LocalArray:
+        """Record the gathering of a product's operand, and return the whole operand.
+
+        An activation is gathered once, however many products use it.
+        """
+        dropped = tuple(axis for axis in array.axes if axis in axes)
+        if not dropped:
+            return array
+        kept = [tuple(a for a in dim.axes if a not in dropped) for dim in array.dims]
+        if not array.from_batch:
+            return array.with_dims(self.reshard(array, kept))
+        key = array.origin, dropped
+        if key not in self._gathered:
+            if self._platform == "tpu":
+                self.reduce(array, array.axes)
+                gathered_bytes = array.bytes * num_shards(self.sizes, dropped)
+                self._add_windowed(dropped, gathered_bytes, self.position)
+                pairs = zip(array.dims, kept, strict=True)
+                dims = [dim.reshard(axes, self.sizes) for dim, axes in pairs]
+            else:
+                dims = self.reshard(array, kept)
+            self._gathered[key] = array.with_dims(dims)
+        return self._gathered[key]
+
+    def _is_windowed(self, terms: Iterable[PartialSum]) -> bool:
+        """Return whether XLA scatters each of these sums together with its product."""
+        return self._platform == "tpu" and all(term.is_activation for term in terms)
+
+    def _add_windowed(self, axes: Axes, payload: float, position: StepPosition) -> None:
+        """Record the permutes that gather an operand or scatter a product's result."""
+        n = num_shards(self.sizes, axes)
+        position = position._replace(count=position.count * (n - 1))
+        exchange = Exchange(axes, "collective-permute", payload / n, position)
+        self._add(exchange._replace(is_windowed=True))
 
     def reshard(
         self, array: LocalArray, axes_by_dim: Sequence[Axes]
@@ -146,16 +195,17 @@ class CollectiveRecorder:
 
 
 def phases(
-    exchange: Exchange, mesh: Mesh, steps: tuple[AxisSteps, ...] = ()
+    exchange: Exchange,
+    mesh: Mesh,
+    steps: tuple[AxisSteps, ...] = (),
+    has_experts: bool = False,
 ) -> Iterator[CollectiveTotal]:
     """Yield the phases of an exchange, in no particular order.
 
     `steps` has the steps of collectives within a slice (model/gather.py). An exchange
-    with `members` is already one step. No schedule is known. On TPUs, all collectives
-    in layers count as overlapped with products. On GPUs none do (plan/roofline.py).
+    with `members` is already one step. No schedule is known (`_hidden_fraction`).
     """
     group, slices = _group(exchange.axes, exchange.members, mesh)
-    on_tpu = mesh.devices.flat[0].platform == "tpu"
     chip = chip_of(mesh.devices.flat[0].device_kind)
     is_ring = chip is not None and chip.scatters_in_one_step
 
@@ -169,7 +219,7 @@ def phases(
             count=exchange.position.count,
             payload=round(exchange.payload),
             sent=sent_bytes(exchange.kind, exchange.payload, size),
-            overlapped=float(on_tpu and exchange.position.in_layers),
+            overlapped=_hidden_fraction(exchange, network, chip, has_experts),
             serves=outermost_part(exchange.position.scope),
             links=links,
         )
@@ -179,6 +229,8 @@ def phases(
             # None: all dims of the torus at once.
             dims = 1 if is_ring and step.kind == "reduce-scatter" else None
             group, _ = _group(step.axes, step.members, mesh, dims)
+            if step.kind == "collective-permute" and group.links:
+                group = replace(group, links=1)  # to one neighbour
             yield make_phase(step, group.network, group.size, group.links)
         return
     kind = exchange.kind
@@ -189,6 +241,28 @@ def phases(
         yield make_phase(in_slice, "ICI", inner_size, group.links)
         exchange = exchange._replace(payload=exchange.payload / inner_size)
     yield make_phase(exchange, "DCN", slices)
+
+
+def _hidden_fraction(
+    exchange: Exchange, network: str, chip: Chip | None, has_experts: bool
+) -> float:
+    """Return the fraction of a collective that is overlapped with products.
+
+    On GPUs it is 0, because their predicted time includes the overlap of collectives
+    (plan/roofline.py). On TPUs it is what compiled steps show: collectives between
+    slices and rings of permutes are overlapped, others in layers with experts are not,
+    and the rest depends on the chip.
+    """
+    is_tpu = chip is not None and chip.matrix_unit is not None
+    if not is_tpu or not exchange.position.in_layers:
+        return 0.0
+    if exchange.is_windowed:
+        return _WINDOWED_HIDDEN
+    if network == "DCN" or exchange.kind == "collective-permute":
+        return 1.0
+    if has_experts:
+        return 0.0
+    return chip.hidden.get(exchange.kind, 0.0)
 
 
 def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exchange]:

@@ -80,20 +80,31 @@ def lay_out_product(
 ) -> tuple[list[LocalArray], list[ResultLayout], Work | None]:
     """Lay out `dot_general`; return operands after gathers, the result, and the work.
 
-    A parameter is gathered along an axis that shards a contracted dim of it alone, or
-    that shards both operands in dims that do not match.
+    An axis that shards both operands in dims that do not match is gathered. If one
+    operand is a parameter, it is the one that is gathered, unless the axis shards the
+    contracted dim of the activation. Otherwise the smaller operand is gathered. A
+    parameter is also gathered along an axis that shards a contracted dim of it alone.
     """
     a, b = operands
     (in_a, in_b), (batch_a, batch_b) = params["dimension_numbers"]
-    if a.from_batch != b.from_batch:
-        weight, other, inner = (b, a, in_b) if a.from_batch else (a, b, in_a)
-        matches = zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True)
-        matched = {x for i, j in matches for x in a.dims[i].axes if x in b.dims[j].axes}
-        contracted_axes = {axis for i in inner for axis in weight.dims[i].axes}
-        conflicts = (contracted_axes | {*other.axes}) - matched
-        kept = [tuple(x for x in dim.axes if x not in conflicts) for dim in weight.dims]
-        gathered = weight.with_dims(recorder.reshard(weight, kept))
-        a, b = (a, gathered) if a.from_batch else (gathered, b)
+    matches = zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True)
+    matched = {x for i, j in matches for x in a.dims[i].axes if x in b.dims[j].axes}
+    shared = ({*a.axes} & {*b.axes}) - matched
+    if a.from_batch and b.from_batch:
+        if a.bytes <= b.bytes:
+            a = recorder.gather(a, shared)
+        else:
+            b = recorder.gather(b, shared)
+    elif a.from_batch:
+        summed = {axis for i in in_a for axis in a.dims[i].axes} & shared
+        a = recorder.gather(a, summed)
+        contracted_axes = {axis for i in in_b for axis in b.dims[i].axes}
+        b = recorder.gather(b, (contracted_axes | {*a.axes}) - matched)
+    elif b.from_batch:
+        summed = {axis for i in in_b for axis in b.dims[i].axes} & shared
+        b = recorder.gather(b, summed)
+        contracted_axes = {axis for i in in_a for axis in a.dims[i].axes}
+        a = recorder.gather(a, (contracted_axes | {*b.axes}) - matched)
     contracted = [_join(a.dims[i], b.dims[j]) for i, j in zip(in_a, in_b, strict=True)]
     batch = [_join(a.dims[i], b.dims[j]) for i, j in zip(batch_a, batch_b, strict=True)]
     rows = [d for i, d in enumerate(a.dims) if i not in (*in_a, *batch_a)]

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from model.choices import ExpertExchange
+from model.parts.experts.grouped import tile_of
 from train.core.layout import bytes_per_device
 from train.core.optimizer.update import Optimizer
 from train.hardware.chips import chip_of
@@ -75,12 +76,20 @@ class LocalStep:
 
     def _product_flops(self, op: Operation, work: Work) -> Flops:
         flops = op.position.count * work.flops
-        grouped = 0.0
-        if op.name == "ragged_dot_general":
-            flops = grouped = flops * self._used_fraction(op)
-        eight_bits = flops if all(a.itemsize == 1 for a in op.operands[:2]) else 0.0
         padded = flops * self._padding(work.dims)
-        return Flops(flops, eight_bits=eight_bits, grouped=grouped, padded=padded)
+        grouped = 0.0
+        tiles = 0.0
+        if op.name == "ragged_dot_general":
+            used_fraction = self._used_fraction(op)
+            flops = grouped = flops * used_fraction
+            padded = tiles = flops * self._tile_padding(op, used_fraction)
+        return Flops(
+            flops,
+            eight_bits=flops if all(a.itemsize == 1 for a in op.operands[:2]) else 0.0,
+            grouped=grouped,
+            grouped_tiles=tiles,
+            padded=padded,
+        )
 
     def _attention_flops(self, op: Operation, work: Work) -> Flops:
         flops = op.position.count * work.flops
@@ -116,6 +125,24 @@ class LocalStep:
         if is_sent and num_local < model.num_experts:
             return self.tokens * k / rows.dims[0].size
         return k * num_local / (model.num_experts * min(k, num_local))
+
+    def _tile_padding(self, grouped: Operation, used_fraction: float) -> float:
+        """Return the FLOPs of a grouped product's tiles over its useful FLOPs.
+
+        Where the rows of one expert end within a tile, the tile is computed once more
+        for the next expert. So narrow experts with few rows each cost more.
+        """
+        rows, other, sizes = grouped.operands
+        num_rows = rows.dims[0].size
+        tile_rows, tile_columns = tile_of(self.program.execution.grouped, num_rows)
+        matrix = other.dims[1:]  # of [E, D, F]
+        if len(other.dims) == 2:  # The gradient of the matrices multiplies rows.
+            matrix = (rows.dims[1], other.dims[1])
+        padding = math.prod(
+            -(-dim.size // tile_columns) * tile_columns / dim.size for dim in matrix
+        )
+        num_shared = sizes.dims[0].size - 1
+        return padding * (1 + num_shared * tile_rows / (used_fraction * num_rows))
 
     def _padding(self, dims: Sequence[int]) -> float:
         """Return padded over useful FLOPs of an operation with these dims.

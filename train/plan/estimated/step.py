@@ -97,9 +97,13 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
             passed = {a for a in operands | results if a.from_batch}
             passed |= operands if op.position.in_layers else set()
             count = op.position.count
-            products = count * sum(array.bytes for array in operands | results)
+            moved = count * sum(array.bytes for array in operands | results)
             others = count * sum(array.bytes for array in passed)
-            by_section[op.position.section] += HbmBytes(products, others)
+            if op.work:
+                hbm_bytes = HbmBytes(moved, others)
+            else:
+                hbm_bytes = HbmBytes(0, moved + others)
+            by_section[op.position.section] += hbm_bytes
     state_bytes = sum(map(bytes_per_device, jax.tree.leaves(step.program.state)))
     # The update reads the gradients, and reads and writes the state. With microbatches,
     # each gradient and the running sum are read, and the new sum is written.
@@ -114,7 +118,8 @@ def _totals(
     """Sum exchanges by axes, network, kind and links, and optionally by use."""
     mesh = program.mesh
     steps = program.execution.placement.axis_steps
-    totals = [total for e in exchanges for total in phases(e, mesh, steps)]
+    has_experts = program.config.model.num_experts > 0
+    totals = [total for e in exchanges for total in phases(e, mesh, steps, has_experts)]
     if not by_use:
         totals = [dataclasses.replace(total, serves="") for total in totals]
     return add_totals(totals)

@@ -197,7 +197,7 @@ class Walk:
         is_product = name in ("mul", "div") and all(a.size > 1 for a in operands)
         is_linear = name in _LINEAR and not is_product
         for array in () if is_linear else operands:
-            recorder.reduce(array, ())
+            recorder.reduce(array, _elementwise_axes(equation, operands))
         if name == "dot_general":
             operands, layouts, work = lay_out_product(params, operands, recorder)
         elif name == "ragged_dot_general":
@@ -227,10 +227,33 @@ class Walk:
                 array.origin = operands[0].origin
             if sum_axes and from_batch:
                 is_dot = name == "dot_general"
-                array.sums += (PartialSum(sum_axes, array.bytes, position, is_dot),)
+                from_both = all(operand.from_batch for operand in operands)
+                partial_sum = PartialSum(
+                    sum_axes,
+                    array.bytes,
+                    position,
+                    is_product=is_dot,
+                    is_activation=is_dot and not from_both,
+                )
+                array.sums += (partial_sum,)
             results.append(array)
         self.operations.append(Operation(name, operands, results, position, work))
         return results
+
+
+def _elementwise_axes(equation: Any, operands: Sequence[LocalArray]) -> Axes:
+    """Return the axes that shard operands of the result's shape, all taken together.
+
+    A partial sum that is combined with such an operand is scattered like it. The
+    result is () for products and for operations that change the shape.
+    """
+    shape = equation.outvars[0].aval.shape
+    shapes = [variable.aval.shape for variable in equation.invars]
+    if equation.primitive.name == "dot_general" or shape not in shapes:
+        return ()
+    pairs = zip(operands, shapes, strict=True)
+    alike = [array for array, traced in pairs if traced == shape and array.from_batch]
+    return tuple(axis for array in alike for axis in array.axes)
 
 
 def _constant(aval: Any, value: Any = None) -> LocalArray:

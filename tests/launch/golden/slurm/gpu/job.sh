@@ -14,8 +14,6 @@
 # Trains base-1b-12345678, and starts again until it is done or of no use.
 
 export JAX_COMPILATION_CACHE_DIR=/runs/base-1b/compilation_cache
-export XLA_FLAGS='--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enable_pipelined_all_gather=true --xla_gpu_enable_pipelined_all_reduce=true --xla_gpu_enable_while_loop_double_buffering=true'
-export XLA_CLIENT_MEM_FRACTION=0.9
 
 module load slurm
 
@@ -45,7 +43,7 @@ srun=(
 	'--container-image=nvcr.io#nvidia/jax:26.01'
 	--container-mounts=/here:/here,/runs/base-1b:/runs/base-1b,/root:/root
 	--container-workdir=/here
-	--container-env=A,JAX_COMPILATION_CACHE_DIR,JAX_COORDINATOR_ADDRESS,LONGHAUL_JOB_SECRET,NCCL_DEBUG,PYTHONPATH,XLA_CLIENT_MEM_FRACTION,XLA_FLAGS
+	--container-env=A,JAX_COMPILATION_CACHE_DIR,JAX_COORDINATOR_ADDRESS,LONGHAUL_JOB_SECRET,NCCL_DEBUG,PYTHONPATH
 	--mpi=none
 )
 srun_one=(
@@ -57,7 +55,7 @@ srun_one=(
 	'--container-image=nvcr.io#nvidia/jax:26.01'
 	--container-mounts=/here:/here,/runs/base-1b:/runs/base-1b,/root:/root
 	--container-workdir=/here
-	--container-env=A,JAX_COMPILATION_CACHE_DIR,JAX_COORDINATOR_ADDRESS,LONGHAUL_JOB_SECRET,NCCL_DEBUG,PYTHONPATH,XLA_CLIENT_MEM_FRACTION,XLA_FLAGS
+	--container-env=A,JAX_COMPILATION_CACHE_DIR,JAX_COORDINATOR_ADDRESS,LONGHAUL_JOB_SECRET,NCCL_DEBUG,PYTHONPATH
 	--mpi=none
 )
 train=(
