@@ -112,7 +112,7 @@ def cost_of(values: dict[str, Any]) -> StepCost:
 
     def section(row: dict[str, Any]) -> SectionCost:
         flops = {**row["flops"], "unknown": tuple(row["flops"]["unknown"])}
-        flops.setdefault("grouped_tiles", flops["grouped"])
+        flops.setdefault("grouped_tiles", flops.get("grouped", 0.0))
         hbm_bytes = HbmBytes(**row["hbm_bytes"])
         return SectionCost(row["name"], Flops(**flops), hbm_bytes, totals(row["sent"]))
 

@@ -14,7 +14,7 @@ from data.errors import Mistake
 from launch.config import GkeGpuCluster, SkypilotCluster, SlurmCluster
 from launch.plan_check import Machine
 from train.errors import ConfigError
-from train.hardware.targets import GPUS, gpu_target, parse_target
+from train.hardware.targets import GPUS, GPUS_PER_RACK, RACKS, parse_target
 
 SETTINGS = {"NCCL_DEBUG": "WARN"}  # NCCL logs why a connection failed.
 
@@ -24,6 +24,19 @@ def job_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {**SETTINGS, **environment}
 
 
+def gpu_target(family: str, gpus_per_node: int, nodes: int) -> str:
+    """Return the name of some nodes of GPUs.
+
+    The nodes of a rack are joined by NVLink, so the name counts racks, which have as
+    many GPUs each as possible.
+    """
+    domain = gpus_per_node
+    if family in RACKS:
+        total = gpus_per_node * nodes
+        domain = max((n for n in GPUS_PER_RACK if total % n == 0), default=domain)
+    return f"{family}-{domain}x{gpus_per_node * nodes // domain}"
+
+
 def machine_of(
     kind: str | None,
     gpus_per_node: int,
@@ -31,7 +44,8 @@ def machine_of(
 ) -> Machine:
     """Return GPU nodes as a named target, or as a count if the name is unknown."""
     try:
-        target = parse_target(gpu_target(kind, gpus_per_node, cluster.nodes)).name
+        name = gpu_target(str(kind), gpus_per_node, cluster.nodes)
+        target = parse_target(name).name
     except ConfigError:
         return Machine(devices=gpus_per_node * cluster.nodes)
     return Machine(target, variables=job_variables(cluster.environment))

@@ -23,8 +23,8 @@ _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "dxg", "kfd")
 GPU_MEMORY_FRACTION = "0.9"
 # jaxlib refuses to start if both variables are set.
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-# XLA:GPU unrolls the loop over layers once, so that it gathers the weights of a layer
-# while it computes another. Other options of XLA hide fewer bytes (docs/log/gpu.md).
+# XLA:GPU unrolls the loop over layers once, and gathers the weights of a layer while it
+# computes another. Other options of XLA hide fewer bytes (docs/log/gpu.md).
 DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
 # Options of glibc's malloc (malloc.h): M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX. With
 # these values all memory comes from one heap, and freed memory stays there.
@@ -117,8 +117,8 @@ def compiler_options(
 ) -> dict[str, bool | str]:
     """Return the XLA options for the training step with a compute dtype.
 
-    With `config.gpu_tuning`, XLA overlaps more collectives with products on several
-    GPUs. An option that is in the variable XLA_FLAGS is left out here.
+    With `config.gpu_tuning`, several GPUs overlap more collectives with products,
+    unless the variable XLA_FLAGS has this option.
 
     With `config.sparse_cores`, collectives run on a TPU's SparseCores, if it has any.
     Without these options, XLA overlaps no collective of an FSDP step with products
@@ -132,20 +132,19 @@ def compiler_options(
     new one is written, and copies none. In float32 the library YNNPACK runs only
     products, because XLA's elementwise operations are faster (docs/log).
     """
+    options: dict[str, bool | str] = {}
     if device.platform == "gpu":
-        options: dict[str, bool | str] = {}
         if profiled:
             options["xla_gpu_enable_command_buffer"] = ""
-        if config.gpu_tuning and num_devices > 1:
-            flags = os.environ.get("XLA_FLAGS", "")
-            if DOUBLE_BUFFERING not in flags:
-                options[DOUBLE_BUFFERING] = True
+        flags = os.environ.get("XLA_FLAGS", "")
+        if config.gpu_tuning and num_devices > 1 and DOUBLE_BUFFERING not in flags:
+            options[DOUBLE_BUFFERING] = True
         return options
     if device.platform != "cpu":
         chip = chip_of(device.device_kind)
         has_sparse_cores = chip is not None and chip.sparse_cores
         return _ON_SPARSE_CORES if config.sparse_cores and has_sparse_cores else {}
-    options = {"xla_cpu_copy_insertion_use_region_analysis": True}
+    options["xla_cpu_copy_insertion_use_region_analysis"] = True
     if compute_dtype == jnp.float32:
         options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_DOT"
     return options

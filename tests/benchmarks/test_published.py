@@ -56,11 +56,11 @@ def test_a_public_run_is_within_its_predicted_range(composed, name):
 
 
 @pytest.mark.parametrize("target", ["v5p-512", "v6e-256"])
-def test_public_runs_of_experts_are_within_15_percent_of_the_estimate(composed, target):
+def test_public_runs_of_experts_are_within_20_percent_of_the_estimate(composed, target):
     """No constant was fitted to these runs."""
     (row,) = [row for row in TPU_ROWS if row.name.endswith(f"Mixtral 8x7B, {target}")]
     assert row.use == "judged by"
-    assert abs(compare_estimate(composed, row)["error"]) < 0.15
+    assert abs(compare_estimate(composed, row)["error"]) < 0.2
 
 
 def test_a_chip_with_the_constants_of_another_is_summed_up_separately(composed, capsys):

@@ -98,7 +98,8 @@ def test_programs_read_one_object_from_each_action(tmp_path):
     status = read("action=status", run.only)
     assert (status["alive"], status["run"]["state"]) == (False, "finished")
     assert status["run"]["step"] == 30
-    other = LaunchedRun(tmp_path, "cluster=local", "cluster.detach=true", name="other")
+    detached = ("cluster=local", "cluster.detach=true")
+    other = LaunchedRun(tmp_path, *detached, name="other", num_steps=10**6)
     assert read(*other.arguments)["exit_code"] == 0
     other.await_steps()
     assert read("action=status", other.only)["alive"]

@@ -133,7 +133,12 @@ def test_rows_of_growing_batches_are_a_prefix_after_kills_on_other_meshes(
     ]
     tokens = np.concatenate([rows_by_step[step].ravel() for step in range(STEPS)])
     constant_config = configure(
-        [*words, "data.batch_schedule=[]", "data.sequence_schedule=[]"]
+        [
+            *words,
+            "data.batch_schedule=[]",
+            "data.sequence_schedule=[]",
+            "data.document_start=true",
+        ]
     )
     order = Order(
         open_sources(constant_config.data, text_store),

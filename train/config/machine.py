@@ -48,9 +48,8 @@ class RuntimeConfig:
     gpu_tuning: Annotated[
         bool,
         Doc(
-            "On NVIDIA GPUs, reserve 90 % of the memory, and with several GPUs overlap "
-            "the collectives of the training step with matrix products. false keeps "
-            "the defaults of JAX and XLA."
+            "On NVIDIA GPUs, reserve 90 % of the memory, and overlap more collectives "
+            "with products. false keeps the defaults of JAX and XLA."
         ),
     ] = True
     compilation_cache: Annotated[

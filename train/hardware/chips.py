@@ -84,15 +84,14 @@ def _flops(
 # A100: 312 TFLOP/s, 2039 GB/s, NVLink 3, 600 GB/s both ways over 12 links. H100, H200:
 # 1979 (FP8 3958) with sparsity, 3.35 and 4.8 TB/s, NVLink 4, 900 GB/s over 18. B200:
 # 2250 (FP8 4500) dense, 8 TB/s, NVLink 5, 1800 GB/s over 18. GB200, GB300: 2500 (5000)
-# dense; B300: 2250 (4500). nvidia.com/en-us/data-center, pages of GB200 NVL72, GB300
-# NVL72 and DGX B300: a rack of 72 GPUs has 130 TB/s of NVLink; a CPU is joined to two
-# GPUs by 900 GB/s both ways; GB300 and B300 have network cards of 800 Gb/s. Each other
-# GPU has one card of 400 Gb/s (A100: 200), as in DGX systems. hbm_bytes: as CUDA
-# reports it, from openxla/xla, xla/backends/gpu/target_config/specs.
-# host_bandwidth: v4's 16 GB/s each way, and v6e's 15, come from
-# jax-ml.github.io/scaling-book, "How to Think About TPUs". No source states v5e's,
-# v5p's and tpu7x's, so their JAX devices use v4's. GPUs: PCIe 4 (A100) and 5 with 16
-# lanes, 64 and 128 GB/s both ways, as NVIDIA states them.
+# dense; B300: 2250 (4500). NVIDIA's pages of GB200 NVL72, GB300 NVL72 and DGX B300: a
+# rack of 72 GPUs has 130 TB/s of NVLink; a CPU is joined to two GPUs by 900 GB/s both
+# ways; GB300 and B300 have network cards of 800 Gb/s. Each other GPU has one card of
+# 400 Gb/s (A100: 200), as in DGX systems. hbm_bytes: as CUDA reports it, from
+# openxla/xla, xla/backends/gpu/target_config/specs. host_bandwidth: v4's 16 GB/s each
+# way, and v6e's 15, come from jax-ml.github.io/scaling-book, "How to Think About TPUs".
+# No source states v5e's, v5p's and tpu7x's, so their JAX devices use v4's. GPUs: PCIe 4
+# (A100) and 5 with 16 lanes, 64 and 128 GB/s both ways, as NVIDIA states them.
 _H100 = Chip(
     "H100",
     _flops(989.5, 1979),
@@ -105,16 +104,16 @@ _H100 = Chip(
     achievable=HOPPER,
     judged=(0.65, 1.19),
 )
-_GB200 = Chip(
-    "GB200",
-    _flops(2500, 5000),
+_GB200 = replace(
+    _H100,
+    kind="GB200",
+    flops=_flops(2500, 5000),
     hbm_bytes=197_897_748_480,
     hbm_bandwidth=8000 * GB,
-    links=18,
     link_bandwidth=50 * GB,
-    dcn_bandwidth=400 / 8 * GB,
     host_bandwidth=225 * GB,
     achievable=BLACKWELL,
+    judged=None,
 )
 CHIPS = {
     "v2": Chip("TPU v2", _flops(46), devices=2, matrix_unit=128),
@@ -221,26 +220,20 @@ CHIPS = {
         hbm_bytes=297_021_079_552,
         dcn_bandwidth=800 / 8 * GB,
     ),
-    "b300": Chip(
-        "B300",
-        _flops(2250, 4500),
+    "b300": replace(
+        _GB200,
+        kind="B300",
+        flops=_flops(2250, 4500),
         hbm_bytes=297_021_865_984,
-        hbm_bandwidth=8000 * GB,
-        links=18,
-        link_bandwidth=50 * GB,
         dcn_bandwidth=800 / 8 * GB,
         host_bandwidth=64 * GB,
-        achievable=BLACKWELL,
     ),
-    "b200": Chip(
-        "B200",
-        _flops(2250, 4500),
+    "b200": replace(
+        _GB200,
+        kind="B200",
+        flops=_flops(2250, 4500),
         hbm_bytes=191_514_411_008,
-        hbm_bandwidth=8000 * GB,
-        links=18,
-        link_bandwidth=50 * GB,
-        dcn_bandwidth=400 / 8 * GB,
-        achievable=BLACKWELL,
+        host_bandwidth=64 * GB,
         judged=(1.0, 2.02),
     ),
 }

@@ -46,24 +46,19 @@ _BLACKWELL = """
   shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
   core_count: 148 fpus_per_core: 128 l2_cache_size: 132644864 clock_rate_ghz: 1.965
 """
-_BLACKWELL_SUPERCHIP = """
-  cuda_compute_capability { major: 10 }
+_NEWER_BLACKWELL = """
+  cuda_compute_capability {{ major: 10 minor: {minor} }}
   shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  core_count: 152 fpus_per_core: 128 l2_cache_size: 135528448 clock_rate_ghz: 2.062
-"""
-_BLACKWELL_ULTRA = """
-  cuda_compute_capability { major: 10 minor: 3 }
-  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  core_count: 152 fpus_per_core: 128 l2_cache_size: 135528448 clock_rate_ghz: 2.07
+  core_count: 152 fpus_per_core: 128 l2_cache_size: 135528448 clock_rate_ghz: 2.06
 """
 _GPUS = {
     "a100": ("NVIDIA A100-SXM4-80GB", _AMPERE),
     "h100": ("NVIDIA H100 80GB HBM3", _HOPPER),
     "h200": ("NVIDIA H200 141GB HBM3e", _HOPPER),
     "b200": ("NVIDIA B200", _BLACKWELL),
-    "b300": ("NVIDIA B300", _BLACKWELL_ULTRA),
-    "gb200": ("NVIDIA GB200", _BLACKWELL_SUPERCHIP),
-    "gb300": ("NVIDIA GB300", _BLACKWELL_ULTRA),
+    "b300": ("NVIDIA B300", _NEWER_BLACKWELL.format(minor=3)),
+    "gb200": ("NVIDIA GB200", _NEWER_BLACKWELL.format(minor=0)),
+    "gb300": ("NVIDIA GB300", _NEWER_BLACKWELL.format(minor=3)),
 }
 
 

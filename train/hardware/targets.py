@@ -23,11 +23,11 @@ _SMALL_SHAPES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _CUBE = 64  # chips, 4 x 4 x 4
 _POD_CHIPS = {"v4": 4096, "v5p": 8960, "tpu7x": 9216}
 _GPUS_PER_NODE = (1, 2, 4, 8)
-_GPUS_PER_RACK = (1, 2, *range(4, 73, 4))
+GPUS_PER_RACK = (1, 2, *range(4, 73, 4))
 _GPUS_PER_TRAY = 4  # A host of a rack has four GPUs.
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
-_RACKS = ("gb200", "gb300")
-_GPUS = ("a100", "h100", "h200", "b200", "b300", *_RACKS)
+RACKS = ("gb200", "gb300")
+_GPUS = ("a100", "h100", "h200", "b200", "b300", *RACKS)
 GPUS = ", ".join(_GPUS)
 FORMS = "cpu, v5e-256, v5p-512x4 (slices), h100-8x16 (GPUs a node x nodes), of " + (
     ", ".join((*_TPUS, *_GPUS))
@@ -72,7 +72,7 @@ class Target:
     @property
     def host_bounds(self) -> tuple[int, ...]:
         """The number of chips of a host along each dim of a slice."""
-        if self.family in _RACKS:
+        if self.family in RACKS:
             return (min(self.num_chips // self.slices, _GPUS_PER_TRAY),)
         if self.platform == "cuda" or self.topology in _ONE_HOST:
             return self.topology
@@ -109,19 +109,6 @@ def parse_target(name: str) -> Target:
     return Target(name, family, topologies[size], slices)
 
 
-def gpu_target(family: str, gpus_per_node: int, nodes: int) -> str:
-    """Return the name of some nodes of GPUs.
-
-    The nodes of a rack are joined by NVLink, so the name counts racks, which have as
-    many GPUs each as possible.
-    """
-    domain = gpus_per_node
-    if family in _RACKS:
-        total = gpus_per_node * nodes
-        domain = max((n for n in _GPUS_PER_RACK if total % n == 0), default=domain)
-    return f"{family}-{domain}x{gpus_per_node * nodes // domain}"
-
-
 def _name_error(name: str, rule: str) -> ConfigError:
     return ConfigError([Mistake("target", name, rule)])
 
@@ -129,7 +116,7 @@ def _name_error(name: str, rule: str) -> ConfigError:
 def _topologies(family: str) -> dict[int, tuple[int, ...]]:
     """Return a slice's topology for each size that a name may state."""
     if family in _GPUS:
-        sizes = _GPUS_PER_RACK if family in _RACKS else _GPUS_PER_NODE
+        sizes = GPUS_PER_RACK if family in RACKS else _GPUS_PER_NODE
         return {n: (n,) for n in sizes}
     if family not in _POD_CHIPS:
         return {math.prod(shape): shape for shape in _FLAT_SHAPES}
@@ -152,11 +139,11 @@ def _compact(chips: int) -> tuple[int, int, int]:
 
 
 def _size_rule(family: str, size: int, topologies: dict[int, tuple[int, ...]]) -> str:
-    if family in _RACKS:
-        return (
-            f"must be {family}-n or {family}-nxm, m racks of n = 1, 2, 4 or any other "
-            f"multiple of 4 up to 72 GPUs"
+    if family in RACKS:
+        rule = (
+            f"must be {family}-n or {family}-nxm, m racks of n GPUs that NVLink joins"
         )
+        return f"{rule}: 1, 2, 4 or any other multiple of 4 up to 72"
     if family in _GPUS:
         return f"must be {family}-n or {family}-nxm, m nodes of n = 1, 2, 4 or 8 GPUs"
     smaller = [n for n in topologies if n < size][-1:]

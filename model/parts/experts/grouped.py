@@ -199,8 +199,10 @@ def tile_of(kernel: Grouped, num_rows: int) -> tuple[int, int]:
             return _megablox_tile(num_rows)[:2]
         case Grouped.triton:
             return grouped_triton.ROWS, grouped_triton.COLUMNS
-        case _:
+        case Grouped.scan | Grouped.ragged:
             return 1, 1
+        case _:
+            assert_never(kernel)
 
 
 def _megablox_tile(M: int) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from train.errors import ConfigError
 from train.hardware.chips import CHIPS, chip_of, peak_flops
-from train.hardware.targets import Target, gpu_target, parse_target
+from train.hardware.targets import Target, parse_target
 
 SIZES = {
     "v5e": (1, 4, 8, 16, 32, 64, 128, 256),
@@ -53,19 +53,13 @@ def test_hosts():
     assert [parse_target(name).num_hosts for name in names] == [1, 1, 4, 3, 16, 36]
 
 
-def test_nodes_of_a_rack_count_as_one_domain():
-    assert gpu_target("h100", 8, 4) == "h100-8x4"
-    assert gpu_target("gb200", 4, 16) == "gb200-64x1"
-    assert gpu_target("gb300", 4, 36) == "gb300-72x2"
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("v5e-7", "v5e-4 and v5e-8"),
         ("v5p-130", "v5p-128 and v5p-256"),
         ("h100-3", "n = 1, 2, 4 or 8"),
-        ("gb300-74", "up to 72 GPUs"),
+        ("gb300-74", "multiple of 4 up to 72"),
         ("v5e-8x0", "at least one slice"),
         ("v5e", "v5e-256"),
         ("v3-8", "of v4, v5e"),

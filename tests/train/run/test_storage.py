@@ -95,12 +95,19 @@ def test_a_step_that_is_deleted_while_it_is_hashed_gets_no_seal(opened, remote):
 
 
 @pytest.mark.slow
-def test_a_save_waits_for_a_server_that_is_away(opened, remote, server):
+def test_a_server_that_is_away_is_no_damage(opened, remote, server):
+    opened(1)
+    server.leave()
+    with pytest.raises(Exception, match="connect"):
+        find_damage(remote / "1")
+    server.come_back()
+
+
+@pytest.mark.slow
+def test_a_save_waits_for_a_server_that_is_away(opened, server):
     checkpoints = opened(1)
     assert checkpoints.save(2, make_state(2), {}) is None
     server.leave()
-    with pytest.raises(Exception, match="connect"):  # this is no damage
-        find_damage(remote / "1")
     timer = threading.Timer(3, server.come_back)
     timer.start()
     checkpoints.wait()

@@ -157,8 +157,8 @@ def broadcast_dims(
     Shapes are those of the traced program. Operands of another rank are ignored.
     """
     pairs = [pair for pair in operands if len(pair[1]) == len(shape)]
-    # XLA slices a larger operand, or scatters it if it is a partial sum.
-    pairs.sort(key=lambda pair: (not pair[0].from_batch, pair[0].size))
+    # XLA slices an operand that fewer axes shard, or scatters a partial sum.
+    pairs.sort(key=lambda pair: (not pair[0].from_batch, -len(pair[0].axes)))
     if pairs and pairs[0][1] == shape and all(dim.is_known for dim in pairs[0][0].dims):
         return pairs[0][0].dims
     dims = list[Dim]()

@@ -11,7 +11,7 @@ and then between slices. All other collectives go through the hosts entirely.
 """
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from train.core.shards import num_shards
 from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import Group, group_along, num_slices_along
 from train.plan.cost import CollectiveTotal, sent_bytes
-from train.plan.estimated.arrays import Axes, Dim, LocalArray, PartialSum, StepPosition
+from train.plan.estimated.arrays import Axes, Dim, LocalArray, StepPosition
 from train.plan.sections import outermost_part
 
 COLLECTIVES = {  # the kinds of collectives, by primitive
@@ -85,16 +85,20 @@ class CollectiveRecorder:
 
         Sums are also scattered along the axes that shard the array already.
         """
-        terms = [term for term in array.sums if not term.is_reduced]
-        if not self._is_windowed(terms):
-            # Terms of the same size are added up before they are reduced.
-            terms = {(term.axes, term.bytes): term for term in terms}.values()
-        for term in terms:
+        # Terms of the same size are added up before they are reduced.
+        added = set[tuple[Axes, int]]()
+        for term in array.sums:
+            if term.is_reduced:
+                continue
             scattered = tuple(a for a in term.axes if a in (*axes, *array.axes))
             others = tuple(a for a in term.axes if a not in scattered)
-            if scattered and self._is_windowed([term]):
+            if scattered and self._platform == "tpu" and term.is_activation:
+                # XLA scatters each of these sums together with its product.
                 self._add_windowed(scattered, term.bytes, term.position)
+            elif (term.axes, term.bytes) in added:
+                continue
             else:
+                added.add((term.axes, term.bytes))
                 kind = "reduce-scatter" if term.is_product else "all-reduce"
                 self._add(Exchange(scattered, kind, term.bytes, term.position))
             local_bytes = term.bytes / num_shards(self.sizes, scattered)
@@ -125,10 +129,6 @@ class CollectiveRecorder:
                 dims = self.reshard(array, kept)
             self._gathered[key] = array.with_dims(dims)
         return self._gathered[key]
-
-    def _is_windowed(self, terms: Iterable[PartialSum]) -> bool:
-        """Return whether XLA scatters each of these sums together with its product."""
-        return self._platform == "tpu" and all(term.is_activation for term in terms)
 
     def _add_windowed(self, axes: Axes, payload: float, position: StepPosition) -> None:
         """Record the permutes that gather an operand or scatter a product's result."""
@@ -253,8 +253,7 @@ def _hidden_fraction(
     slices and rings of permutes are overlapped, others in layers with experts are not,
     and the rest depends on the chip.
     """
-    is_tpu = chip is not None and chip.matrix_unit is not None
-    if not is_tpu or not exchange.position.in_layers:
+    if chip is None or chip.matrix_unit is None or not exchange.position.in_layers:
         return 0.0
     if exchange.is_windowed:
         return _WINDOWED_HIDDEN

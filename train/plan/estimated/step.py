@@ -16,7 +16,6 @@ import jax
 from model.choices import Attention
 from model.params import is_of_layers, named
 from train.core.layout import bytes_per_device
-from train.core.program import Program
 from train.plan.cost import (
     ESTIMATED,
     CollectiveTotal,
@@ -113,7 +112,7 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
 
 
 def _totals(
-    exchanges: Iterable[Exchange], program: Program, by_use: bool = False
+    exchanges: Iterable[Exchange], program: ConfiguredProgram, by_use: bool = False
 ) -> list[CollectiveTotal]:
     """Sum exchanges by axes, network, kind and links, and optionally by use."""
     mesh = program.mesh
