@@ -69,10 +69,7 @@ class Attended(NamedTuple):
 def sinks_gradient(
     sinks_N: Float[Array, "N"], result: Result, do_BNTV: Float[Array, "B N T V"]
 ) -> Float[Array, "N"]:
-    """Return the gradient of sinks, which only reduce the weights of the keys.
-
-    The log-sum-exps of the result include the sinks.
-    """
+    """Return the gradient of sinks from a result whose log-sum-exps include them."""
     o_BNTV, do_BNTV = (x.astype(jnp.float32) for x in (result.o_BNTV, do_BNTV))
     weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[:, None] - result.lse_BNT)
     lost_BNT = weight_BNT * jnp.sum(do_BNTV * o_BNTV, axis=-1)
