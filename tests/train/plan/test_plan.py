@@ -1,13 +1,17 @@
 """The advice of a plan follows from its figures."""
 
 import dataclasses
+import time
 
 import pytest
 
+from train.plan import compiling
 from train.plan.__main__ import print_plan
 from train.plan.budget import MemoryBudget
+from train.plan.compiling import print_changes, print_estimate, shown_compilation
 from train.plan.plan import compile_and_read, compile_small, estimate
 from train.plan.recomputing import parse_policy
+from train.units import format_bytes
 
 GPT2 = (
     *("model=gpt2_124m", "model.vocab_size=50304", "optimizer=adamw"),
@@ -61,6 +65,30 @@ def test_a_step_that_does_not_fit_has_no_speed(laid_out, capsys):
     printed = capsys.readouterr().out
     assert "MFU" not in printed
     assert "bottleneck  memory: " in printed
+
+
+def test_an_estimate_is_shown_before_and_beside_what_is_compiled(laid_out, capsys):
+    guess = estimate(laid_out("v5e-8", ["mesh=fsdp", "data.batch_size=64"]))
+    needed = format_bytes(guess.memory.needed.bytes)
+    print_estimate(guess)
+    printed = capsys.readouterr().out
+    assert f"estimated   at least {needed} a device" in printed
+    assert "s a step, MFU" in printed
+    larger = dataclasses.replace(guess.memory.needed, bytes=2**40)
+    memory = dataclasses.replace(guess.memory, needed=larger)
+    print_changes(guess, dataclasses.replace(guess, memory=memory))
+    (row,) = [x for x in capsys.readouterr().out.splitlines() if "memory of a" in x]
+    assert needed in row
+    assert "1.00 TiB" in row
+
+
+def test_a_long_compilation_says_how_long_it_takes(monkeypatch, capsys):
+    monkeypatch.setattr(compiling, "_INTERVAL_S", 0.05)
+    with shown_compilation("v5e-8"):
+        time.sleep(1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "compiling   the step for v5e-8"
+    assert lines[1].startswith("compiling   for ")
 
 
 def test_a_small_copy_predicts_the_memory_of_a_deep_model(programs):

@@ -42,6 +42,12 @@ def test_a_search_refuses_to_show_a_step():
         assert ("show" in {mistake.key for mistake in mistakes}) is search
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_only_a_compiled_step_can_be_shown(compiles):
+    config = PlanConfig(show=True, compile=compiles, target="v5e-8")
+    assert ("show" in {m.key for m in plan_mistakes(config)}) is not compiles
+
+
 @pytest.mark.slow
 def test_the_command_shows_the_step_of_this_machine(tmp_path):
     command = [sys.executable, *module_option("train.plan"), "show=true"]

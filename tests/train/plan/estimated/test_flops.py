@@ -75,6 +75,20 @@ EXPERTS = (
 )
 
 
+def test_a_tile_with_rows_of_two_experts_is_computed_twice(composed, lay_out):
+    """16 x 4,096 tokens go to two of eight experts each, on eight chips.
+
+    An expert has 2,048 rows on a chip, and tiles have 512 rows and columns.
+    """
+    overrides = (
+        *("data.sequence_length=4096", "model.max_sequence_length=4096"),
+        *("model.embed_dim=512", "model.expert_dim=640", "mesh=fsdp"),
+    )
+    flops = estimate_step(lay_out(composed([*EXPERTS, *overrides]), "v5e-8")).flops
+    shared = 1 + 7 * 512 / (2 * 2 * 4096)
+    assert flops.grouped_tiles == pytest.approx(flops.grouped * shared * 1024 / 640)
+
+
 @pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("expert", [1, 4])
 def test_devices_together_compute_the_same_on_every_mesh_of_experts(
