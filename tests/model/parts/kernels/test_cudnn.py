@@ -10,7 +10,11 @@ from model.attention.inputs import Inputs
 from model.attention.xla import attend_masked
 from model.parts.kernels import compat, cudnn
 
-B, T, N, K, H = 2, 6, 4, 2, 8
+B = 2
+T = 6
+N = 4
+K = 2
+H = 8
 WINDOW = 3
 DOCUMENTS = np.array([[1] * 2 + [2] * 4, [1] * 6])
 
