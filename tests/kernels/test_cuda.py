@@ -55,6 +55,7 @@ STEPS = {  # Head dims are 64 and 128, with 4 and 2 key/value heads.
     "gpt2_unmasked": [*GPT2, "data.document_mask=false"],
     "gpt2_xla": [*GPT2, "model.attention=xla"],
     "llama": LLAMA,
+    "llama_sinks": [*LLAMA, "model.attention_sinks=true"],
     "gpt2_packed": [*GPT2, "model.attention=cudnn_packed"],
     "llama_packed": [*LLAMA, "model.attention=cudnn_packed", "train.remat=[attention]"],
     "gpt2_full": [*GPT2, "train.remat=full"],
@@ -103,7 +104,12 @@ def targets(text: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("gpt2", MASKED), ("llama", MASKED), ("gpt2_unmasked", PLAIN)],
+    [
+        ("gpt2", MASKED),
+        ("llama", MASKED),
+        ("llama_sinks", MASKED),
+        ("gpt2_unmasked", PLAIN),
+    ],
 )
 def test_a_step_runs_cudnn_forward_and_backward(compiled, name, expected):
     result = compiled[name]
