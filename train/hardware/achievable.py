@@ -7,6 +7,7 @@ other runs judge them (`python -m benchmarks.published`):
 constant                     fitted to                          judged by
 products (v6e)               Llama 3.1 8B on v6e-8              8B and 70B on 16 to 256
 grouped.rate                 Mixtral 8x7B on v5p-128            the same on v5p-512
+eight_bits (TPUs)            Llama 3.1 405B on tpu7x-512        no run
 hop_s, unhidden, spread      2, 8 and 32 slices of v5e-256      4 and 16 slices
 products (A100, H100),       24 runs on A100 and H100           43 other runs
   memory (GPUs)
@@ -95,6 +96,7 @@ class Achievable:
 # hop_s, unhidden, spread: fitted to AI-Hypercomputer/maxtext at e591f30, src/maxtext/
 #     configs/tpu/v5e/README.md, four models on 2, 8 and 32 slices; the rows on 4 and 16
 #     slices validate them (docs/log).
+# eight_bits: fitted to a run in float8 (benchmarks/published_experts.json).
 # grouped: rate fitted to MaxText's Mixtral 8x7B on v5p-128; the row on v5p-512
 #     validates it. intensity: tiles of 512 cubed (model/parts/experts/grouped.py),
 #     2 x 512^3 FLOPs for 2 x 512^2 values of 2 bytes.
