@@ -117,7 +117,7 @@ def _totals(
     """Sum exchanges by axes, network, kind and links, and optionally by use."""
     mesh = program.mesh
     steps = program.execution.placement.axis_steps
-    has_experts = program.config.model.num_experts > 0
+    has_experts = program.config.model.expert_layers > 0
     totals = [total for e in exchanges for total in phases(e, mesh, steps, has_experts)]
     if not by_use:
         totals = [dataclasses.replace(total, serves="") for total in totals]

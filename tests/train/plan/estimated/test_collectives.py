@@ -11,6 +11,7 @@ from train.hardware.collective_steps import collective_steps
 from train.plan.estimated.arrays import StepPosition
 from train.plan.estimated.collectives import Exchange, phases
 from train.plan.estimated.local_step import local_step
+from train.plan.estimated.step import estimate_step
 
 F32 = 4
 EIGHT = ("mesh=fsdp", "data.batch_size=16")
@@ -144,6 +145,18 @@ def test_compiled_steps_say_which_collectives_are_hidden(composed):
     assert hidden("v6e-64", "reduce-scatter") > 0.5
     assert hidden("v5e-64", "all-gather", has_experts=True) == 0
     assert hidden("h100-8", "all-gather") == 0, "GPUs' rates include the overlap"
+
+
+@pytest.mark.parametrize("name", ["llama_nano", "mixtral_nano"])
+def test_only_layers_with_experts_hide_no_gather(composed, lay_out, name):
+    """A dense model has a number of experts too, which nothing uses."""
+    overrides = (f"model={name}", "mesh=fsdp", "data.batch_size=16", "tracker=none")
+    program = lay_out(composed(overrides), "v5e-16")
+    forward = estimate_step(program).sections[0]
+    gathers = [total for total in forward.sent if total.kind == "all-gather"]
+    assert gathers
+    is_dense = program.config.model.expert_layers == 0
+    assert all((total.overlapped > 0.9) is is_dense for total in gathers)
 
 
 def exchange(kind, members=()):
