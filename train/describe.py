@@ -33,7 +33,7 @@ def describe_program(program: ConfiguredProgram) -> None:
     print(f"devices     {devices.size} x {kind}, {speed}")
     print(f"mesh        {sizes or 'one device'}")
     if DOUBLE_BUFFERING in program.compiler_options:
-        print("overlap     double buffering of layers (runtime.gpu_tuning)")
+        print("overlap     double buffering of layers (off: runtime.gpu_tuning=false)")
     if (pipeline := program.pipeline).stages > 1:
         depth = config.model.num_layers // (pipeline.stages * pipeline.repeats)
         print(

@@ -135,8 +135,9 @@ class LocalStep:
         rows, other, sizes = grouped.operands
         num_rows = rows.dims[0].size
         tile_rows, tile_columns = tile_of(self.program.execution.grouped, num_rows)
-        matrix = other.dims[1:]  # of [E, D, F]
-        if len(other.dims) == 2:  # The gradient of the matrices multiplies rows.
+        if len(other.dims) == 3:  # The other operand is the matrices [E, D, F].
+            matrix = other.dims[1:]
+        else:  # Their gradient multiplies rows by rows.
             matrix = (rows.dims[1], other.dims[1])
         padding = math.prod(
             -(-dim.size // tile_columns) * tile_columns / dim.size for dim in matrix
