@@ -78,7 +78,7 @@ class Block(nnx.Module):
         constrain = execution.placement.constrain
         mixer_cache, last_a, last_h = cache or (None, None, None)
         call.note("residual", x_BTD)
-        a_BTD = _normalize(self.attention_norm, x_BTD)
+        x_BTD, a_BTD = _keep_and_normalize(self.attention_norm, x_BTD, execution)
         with part_scope("attention"):
             if self.token_shift.in_attention:
                 a_BTD, last_a = self.shift(a_BTD, last_a, execution, call)
@@ -89,7 +89,7 @@ class Block(nnx.Module):
         a_BTD = _normalize(self.attention_output_norm, a_BTD)
         a_BTD = drop(a_BTD, self.dropout, "attention_output", call)
         x_BTD = constrain(x_BTD + a_BTD, "batch", "seq", "embed")
-        h_BTD = _normalize(self.mlp_norm, x_BTD)
+        x_BTD, h_BTD = _keep_and_normalize(self.mlp_norm, x_BTD, execution)
         routing = None
         with part_scope("mlp"):
             if self.token_shift.in_mlp:
@@ -118,6 +118,12 @@ class Block(nnx.Module):
             attention_input=zeros if shift.in_attention else None,
             mlp_input=zeros if shift.in_mlp else None,
         )
+
+
+def _keep_and_normalize(
+    norm: Normalize | None, x_BTD: Float[Array, "B T D"], execution: Execution
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    return (x_BTD, x_BTD) if norm is None else norm.keep_input(x_BTD, execution)
 
 
 def _normalize(

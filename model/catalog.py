@@ -15,6 +15,7 @@ from model.parts.context.context_parallel import choose_context_attention
 from model.parts.eight_bits.recipes import RECIPES
 from model.parts.experts.experts import Experts
 from model.parts.experts.grouped import choose_grouped
+from model.parts.kernels.norm_triton import choose_norm
 from model.parts.pipeline import CircularPipeline
 from model.parts.predict_ahead import PredictionModules
 from model.parts.token_shift import shift_channels
@@ -46,6 +47,7 @@ EXECUTION_PARTS = ExecutionParts(
     choose_context_attention=choose_context_attention,
     make_attention=KernelAttention,
     choose_grouped=choose_grouped,
+    choose_norm=choose_norm,
     quantizations=RECIPES,
     make_pipeline=CircularPipeline,
 )

@@ -51,6 +51,7 @@ class Execution(NamedTuple):
     attention: how devices attend to the keys of their rows.
     expert_exchange: how tokens reach experts on other devices.
     grouped: the kernel that multiplies rows, grouped by expert.
+    normalize: the kernel of norms in layers. None leaves them to XLA.
     remat: which results the backward pass recomputes (model/remat.py).
     offload: the names of the results that are saved in host memory.
     layer_unroll: the number of layers in an iteration of the scan; -1 means all layers.
@@ -62,6 +63,7 @@ class Execution(NamedTuple):
     attention: AttentionMethod = PLAIN_ATTENTION
     expert_exchange: ExpertExchange = ExpertExchange.all_gather
     grouped: Grouped = Grouped.scan
+    normalize: "NormKernel | None" = None
     remat: Policy = "none"
     offload: tuple[OffloadName, ...] = ()
     layer_unroll: int = 1
@@ -136,6 +138,12 @@ class CallContext(NamedTuple):
 
 
 NO_CONTEXT = CallContext()
+
+# Normalizes rows: from (x [..., D], scale [D], bias [D] or None, the epsilon, whether
+# the mean is subtracted) to (x for the residual, x normalized).
+NormKernel = Callable[
+    [jax.Array, jax.Array, jax.Array | None, float, bool], tuple[jax.Array, jax.Array]
+]
 
 # Runs a group of layers on one microbatch, from (local parameters of the group, x_BTD,
 # positions_BT, the group's number over all stages, the call) to (x_BTD, routing).

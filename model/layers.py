@@ -47,6 +47,21 @@ class Normalize(nnx.Module):
         biased = self.centred and config.bias
         self.bias = nnx.Param(zeros, info=info) if biased else None
 
+    def keep_input(
+        self, x_BTD: Float[Array, "B T D"], execution: Execution
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """Return x for the residual, and x normalized.
+
+        Some kernels add both gradients of x in one pass (model/parts/kernels/).
+        """
+        run_kernel = execution.normalize
+        if run_kernel is None or execution.placement.automatic_axes:
+            return x_BTD, self(x_BTD)
+        bias = None if self.bias is None else self.bias[...]
+        scale = self.scale[...] + self.offset
+        with part_scope("norm"):
+            return run_kernel(x_BTD, scale, bias, self.epsilon, self.centred)
+
     def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
         """Return x, normalized over its last dims, in the dtype of x."""
         with part_scope("norm"):
@@ -246,14 +261,24 @@ class MLP(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], execution: Execution, call: CallContext
     ) -> Float[Array, "B T D"]:
         """Return the result of the MLP, which treats positions independently."""
-        h_BTF = saveable(self.up(x_BTD, execution, call), "mlp_up")
+        h_BTF = saveable(self.up.multiply(x_BTD, execution, call), "mlp_up")
         gate_BTF = None
         if self.gate is not None:
-            gate_BTF = saveable(self.gate(x_BTD, execution, call), "mlp_gate")
-        run = partial(activate, self.config)
+            gate_BTF = self.gate.multiply(x_BTD, execution, call)
+            gate_BTF = saveable(gate_BTF, "mlp_gate")
+        activate = self._activate
         if execution.placement.platform == "gpu" and execution.remat == "none":
-            # Otherwise XLA:GPU stores the derivative as a third array of this size.
-            run = jax.checkpoint(run)
-        h_BTF = run(h_BTF, gate_BTF)
+            # Otherwise XLA:GPU stores the sum with the bias, and the derivative, as
+            # further arrays of this size.
+            activate = jax.checkpoint(activate)
+        h_BTF = activate(h_BTF, gate_BTF)
         h_BTF = execution.placement.constrain(h_BTF, "batch", "seq", "mlp")
         return self.down(h_BTF, execution, call)
+
+    def _activate(
+        self, h_BTF: Float[Array, "B T F"], gate_BTF: Float[Array, "B T F"] | None
+    ) -> Float[Array, "B T F"]:
+        """Return the hidden values for the products of `up` and of `gate`."""
+        if self.gate is not None:
+            gate_BTF = self.gate.add_bias(gate_BTF)
+        return activate(self.config, self.up.add_bias(h_BTF), gate_BTF)

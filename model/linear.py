@@ -58,6 +58,15 @@ class Linear(nnx.Module):
         call: CallContext = NO_CONTEXT,
     ) -> Float[Array, "..."]:
         """Return the layer's output for x [..., input dims], in x's dtype."""
+        return self.add_bias(self.multiply(x, execution, call))
+
+    def multiply(
+        self,
+        x: Float[Array, "..."],
+        execution: Execution,
+        call: CallContext = NO_CONTEXT,
+    ) -> Float[Array, "..."]:
+        """Return the product of x and the weight, without the bias."""
         numerics = execution.numerics
         quantization = None if call.high_precision else numerics.quantization
         with part_scope(self.name):
@@ -67,7 +76,7 @@ class Linear(nnx.Module):
                 x_quantized = quantization.round_left(self.spec, x_rounded)
                 call.taps.note_rounding(count_rounding(x_rounded, x_quantized))
             # The product gathers the weight and reduce-scatters its gradient.
-            y = product(
+            return product(
                 self.spec,
                 x,
                 self.weight[...],
@@ -76,6 +85,10 @@ class Linear(nnx.Module):
                 quantization=quantization,
                 keys_BT=call.keys_BT,
             )
-            if self.bias is None:
-                return y
+
+    def add_bias(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return the product y plus the bias, if there is one."""
+        if self.bias is None:
+            return y
+        with part_scope(self.name):
             return y + expand_to(self.bias[...], y.ndim).astype(y.dtype)

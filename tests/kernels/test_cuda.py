@@ -317,3 +317,29 @@ def test_every_backward_kernel_is_asked_to_be_deterministic(deterministic):
         check=True,
     )
     assert completed.stdout.split() == ["2", "2" if deterministic else "0"]
+
+
+def test_each_norm_of_a_layer_is_one_kernel_forward_and_one_backward(compiled):
+    kernels = re.findall(r'part\.norm/(\w+)_norm/pallas_call"', compiled["gpt2"].text)
+    assert {*kernels} == {"forward", "backward"}
+    assert "_norm/pallas_call" not in compiled["llama"].text  # The rows are sharded.
+
+
+def test_the_sum_with_a_bias_is_not_stored(compiled):
+    """Of the hidden values of an MLP, the product and the activation are stored."""
+    executed = read_module(compiled["gpt2"].text).executed
+    written = [
+        entry.instruction
+        for entry in executed
+        if "jvp(layers)" in entry.instruction.op_name
+        and "transpose" not in entry.instruction.op_name
+        and "part.mlp" in entry.instruction.op_name
+        and entry.instruction.opcode == "fusion"
+    ]
+    hidden = [
+        array
+        for instruction in written
+        for array in instruction.arrays
+        if array.dims[-1:] == (768,)
+    ]
+    assert len(hidden) == 2

@@ -125,6 +125,7 @@ class ExecutionChoice:
             attention=self.parts.make_attention(kernel, context),
             expert_exchange=self._expert_exchange(),
             grouped=grouped,
+            normalize=self.parts.choose_norm(platform, config.model.embed_dim),
             remat=train.remat,
             offload=train.offload,
             layer_unroll=self.layer_unroll(),

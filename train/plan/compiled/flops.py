@@ -31,7 +31,7 @@ def count_flops(all_executed: Iterable[Executed]) -> Flops:
             flops = executed.count * product_flops(inner)
             products += flops
             eight_bits += flops if has_eight_bits(inner) else 0.0
-            may_multiply = inner.target.startswith(_TARGETS)
+            may_multiply = inner.target.startswith(_TARGETS) and not _is_norm(inner)
             if may_multiply and not flops and not is_kernel(inner):
                 unknown.add(inner.target)
     return Flops(products, unknown=tuple(sorted(unknown)), eight_bits=eight_bits)
@@ -101,6 +101,11 @@ def is_grouped(instruction: Instruction) -> bool:
     """Return whether an instruction is a kernel of a grouped product."""
     is_call = instruction.target.startswith(_TARGETS)
     return is_call and "(grouped_" in instruction.op_name
+
+
+def _is_norm(instruction: Instruction) -> bool:
+    """Return whether an instruction is a kernel of a norm (model/parts/kernels/)."""
+    return instruction.op_name.endswith("_norm/pallas_call")
 
 
 def is_kernel(instruction: Instruction) -> bool:

@@ -40,12 +40,15 @@ def trace_gradients(program: ConfiguredProgram) -> ClosedJaxpr:
     execution = program.execution
     placement = execution.placement
     mesh = program.mesh
-    # The kernels of cuDNN and of grouped products are not traced. Splash, and XLA's own
-    # grouped product, read, write and save the same arrays.
+    # The kernels of cuDNN, of norms and of grouped products are not traced. Splash, the
+    # operations of a norm, and XLA's own grouped product read, write and save the same
+    # arrays.
     attention = execution.attention
     kernel = Attention.splash if attention.kernel.is_cudnn else attention.kernel
     execution = execution._replace(
-        attention=KernelAttention(kernel, attention.context), grouped=Grouped.ragged
+        attention=KernelAttention(kernel, attention.context),
+        grouped=Grouped.ragged,
+        normalize=None,
     )
     tile = _KERNEL_TILE if kernel is Attention.splash else 1
     table = [rule for name, rule in placement.rules.params if name not in _NOT_GATHERED]
