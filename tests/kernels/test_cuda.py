@@ -141,6 +141,14 @@ def test_cudnn_runs_forward_once_where_its_results_are_kept(compiled, name, forw
     }
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama_sinks"])
+def test_no_kernel_returns_the_gradient_of_a_mask(compiled, name):
+    calls = cudnn_calls(compiled[name].text)
+    assert any("Backward" in call for call in calls)
+    for call in calls:
+        assert f"[{ROWS},1,{T},{T}]" not in call.split(" custom-call(")[0]
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_documents_need_a_mask_of_one_head_and_no_scores(compiled, name):
     buffers = compiled[name].square_buffers(T)

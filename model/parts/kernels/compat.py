@@ -25,7 +25,7 @@ from model.attention.inputs import Chunks, Inputs, Result
 def cudnn_attend(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
+    v_BSKV: jax.Array,
     mask: jax.Array | None,
     window: int | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -36,7 +36,7 @@ def cudnn_attend(
     result: Any = fused.dot_product_attention(
         q_BTNH,
         k_BSKH,
-        v_BSKH,
+        v_BSKV,
         mask=mask,
         scale=q_BTNH.shape[-1] ** -0.5,
         # Otherwise, a window also includes later keys (jax#39576).
@@ -52,9 +52,9 @@ def cudnn_backward(
     mask_B1TS: jax.Array | None,
     window: int | None,
     *,
-    o_BTNH: jax.Array,
+    o_BTNV: jax.Array,
     lse_BNT: jax.Array,
-    do_BTNH: jax.Array,
+    do_BTNV: jax.Array,
 ) -> Sequence[jax.Array]:
     """Return the gradients of q, k and v of `cudnn_attend`.
 
@@ -65,7 +65,7 @@ def cudnn_backward(
     return _backward(
         (q, inputs.k_BSKH, inputs.v_BSKV),
         mask_B1TS,
-        (lse_BNT, o_BTNH, do_BTNH),
+        (lse_BNT, o_BTNV, do_BTNV),
         _parameters(fused.MaskType.CAUSAL, fused.AttentionLayout.BTNH, scale),
         window,
     )

@@ -5,7 +5,8 @@ that of the kernel times sigmoid(lse - sink). The kernel's backward pass takes t
 log-sum-exp that includes the sink, and then computes the gradients of the reduced
 weights.
 
-Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
+Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
+V value dim.
 """
 
 from functools import partial
@@ -34,51 +35,58 @@ def attend(
     queries, zeros are prepended to them, and the outputs of the zeros are removed.
     """
     assert soft_cap is None, "choose_kernel refuses this"
-    q_BTNH, k_BSKH, v_BSKH, ids_BS, sinks_N = inputs
+    q_BTNH, k_BSKH, v_BSKV, ids_BS, sinks_N = inputs
     padding = k_BSKH.shape[1] - q_BTNH.shape[1]
     if padding:
         q_BTNH = jnp.pad(q_BTNH, ((0, 0), (padding, 0), (0, 0), (0, 0)))
     mask = None
     if ids_BS is not None:
         mask = (ids_BS[:, :, None] == ids_BS[:, None])[:, None]
-    if sinks_N is None:
-        result: Any = compat.cudnn_attend(q_BTNH, k_BSKH, v_BSKH, mask, window)
+    if mask is None and sinks_N is None:
+        result: Any = compat.cudnn_attend(q_BTNH, k_BSKH, v_BSKV, None, window)
     else:
-        operands = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N=sinks_N)
-        result = _attend_with_sinks(operands, mask, window)
-    o_BTNH, lse_BNT = result
-    return Attended(o_BTNH[:, padding:], score_bound(lse_BNT[:, :, padding:]))
+        operands = Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N=sinks_N)
+        result = _attend(operands, mask, window)
+    o_BTNV, lse_BNT = result
+    return Attended(o_BTNV[:, padding:], score_bound(lse_BNT[:, :, padding:]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _attend_with_sinks(
+def _attend(
     inputs: Inputs, mask_B1TS: Bool[Array, "B 1 T S"] | None, window: int | None
 ) -> tuple[Array, Array]:
-    """Return the output and the log-sum-exps with sinks, which have no gradient."""
-    return _forward_with_sinks(inputs, mask_B1TS, window)[0]
+    """Return the output and the log-sum-exps, which have no gradient.
+
+    The derivative of jax's function would also write the gradient of the mask, another
+    [B, 1, T, S] array in each layer, which nothing reads (jax#34685).
+    """
+    return _forward(inputs, mask_B1TS, window)[0]
 
 
-def _forward_with_sinks(inputs: Inputs, mask_B1TS, window: int | None):
+def _forward(inputs: Inputs, mask_B1TS, window: int | None):
     q, k, v, _, sinks_N = inputs
-    assert sinks_N is not None
-    o_BTNH, lse_BNT = compat.cudnn_attend(q, k, v, mask_B1TS, window)
-    total_BNT = jnp.logaddexp(lse_BNT, sinks_N.astype(jnp.float32)[:, None])
-    share_BTN = jnp.exp(lse_BNT - total_BNT).swapaxes(1, 2)
-    o_BTNH = (o_BTNH * share_BTN[..., None]).astype(q.dtype)
-    o_BTNH = saveable(o_BTNH, "attention")
-    total_BNT = saveable(total_BNT, "attention")
-    return (o_BTNH, total_BNT), (inputs, mask_B1TS, o_BTNH, total_BNT)
+    o_BTNV, lse_BNT = compat.cudnn_attend(q, k, v, mask_B1TS, window)
+    if sinks_N is not None:
+        total_BNT = jnp.logaddexp(lse_BNT, sinks_N.astype(jnp.float32)[:, None])
+        share_BTN = jnp.exp(lse_BNT - total_BNT).swapaxes(1, 2)
+        o_BTNV = (o_BTNV * share_BTN[..., None]).astype(q.dtype)
+        lse_BNT = total_BNT
+    o_BTNV = saveable(o_BTNV, "attention")
+    lse_BNT = saveable(lse_BNT, "attention")
+    return (o_BTNV, lse_BNT), (inputs, mask_B1TS, o_BTNV, lse_BNT)
 
 
-def _backward_with_sinks(window: int | None, residuals, cotangents):
-    inputs, mask_B1TS, o_BTNH, total_BNT = residuals
-    do_BTNH, _ = cotangents
+def _backward(window: int | None, residuals, cotangents):
+    inputs, mask_B1TS, o_BTNV, lse_BNT = residuals
+    do_BTNV, _ = cotangents
     dq, dk, dv = compat.cudnn_backward(
-        inputs, mask_B1TS, window, o_BTNH=o_BTNH, lse_BNT=total_BNT, do_BTNH=do_BTNH
+        inputs, mask_B1TS, window, o_BTNV=o_BTNV, lse_BNT=lse_BNT, do_BTNV=do_BTNV
     )
-    result = Result(o_BTNH.swapaxes(1, 2), total_BNT)
-    dsinks_N = sinks_gradient(inputs.sinks_N, result, do_BTNH.swapaxes(1, 2))
+    dsinks_N = None
+    if inputs.sinks_N is not None:
+        result = Result(o_BTNV.swapaxes(1, 2), lse_BNT)
+        dsinks_N = sinks_gradient(inputs.sinks_N, result, do_BTNV.swapaxes(1, 2))
     return Inputs(dq, dk, dv, None, dsinks_N), None
 
 
-_attend_with_sinks.defvjp(_forward_with_sinks, _backward_with_sinks)
+_attend.defvjp(_forward, _backward)
