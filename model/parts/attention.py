@@ -95,8 +95,8 @@ class KernelAttention:
         only used with a placement in which devices share rows.
 
     Queries of `splash` are already scaled by 1/sqrt(H); other kernels scale them. V may
-    differ from H: for cuDNN, whose kernel takes a single dim, values are padded with
-    zeros.
+    differ from H: for cuDNN, values are padded with zeros if its kernel does not take
+    both dims.
     """
 
     kernel: Attention
@@ -136,11 +136,10 @@ class KernelAttention:
             # A device may lack the key heads of its query heads. Repeat each key head
             # for every query head that shares it, and shard k and v like q.
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        H = q.shape[-1]
         V = v.shape[-1]
-        is_padded = V < H and self.kernel.is_cudnn
-        if is_padded:
-            v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, H - V)))
+        padding = cudnn.value_padding(self.kernel, q.shape[-1], V)
+        if padding:
+            v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, padding)))
         make_attend = partial(
             self._make_attend_on_shards,
             placement=placement,
@@ -155,7 +154,7 @@ class KernelAttention:
             branches = make_attend(window=window), make_attend(window=None)
             attend_rows = partial(jax.lax.cond, options.local_flag, *branches)
         o_BTNV, bound_N = attend_rows(inputs._replace(q_BTNH=q, k_BSKH=k, v_BSKV=v))
-        o_BTNV = o_BTNV[..., :V] if is_padded else o_BTNV
+        o_BTNV = o_BTNV[..., :V] if padding else o_BTNV
         return Attended(o_BTNV.astype(q_BTNH.dtype), bound_N)
 
     def _make_attend_on_shards(

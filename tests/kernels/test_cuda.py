@@ -50,12 +50,15 @@ GPT2 += ["model.max_sequence_length=null", "mesh=fsdp", f"data.batch_size={8 * R
 LLAMA = ["model=llama3_1b", "model.embed_dim=512", "model.mlp_dim=768"]
 LLAMA += ["model.num_kv_heads=2", "mesh=fsdp_tensor", f"data.batch_size={4 * ROWS}"]
 LLAMA += ["model.window=300", "model.layer_pattern=[local,global]"]
+LATENT = ["model=deepseek_v2_lite", "model.dense_layers=2", "model.embed_dim=256"]
+LATENT += ["model.mlp_dim=768", "mesh=fsdp", f"data.batch_size={8 * ROWS}"]
 STEPS = {  # Head dims are 64 and 128, with 4 and 2 key/value heads.
     "gpt2": GPT2,
     "gpt2_unmasked": [*GPT2, "data.document_mask=false"],
     "gpt2_xla": [*GPT2, "model.attention=xla"],
     "llama": LLAMA,
     "llama_sinks": [*LLAMA, "model.attention_sinks=true"],
+    "latent": LATENT,
     "gpt2_packed": [*GPT2, "model.attention=cudnn_packed"],
     "llama_packed": [*LLAMA, "model.attention=cudnn_packed", "train.remat=[attention]"],
     "gpt2_full": [*GPT2, "train.remat=full"],
@@ -141,12 +144,23 @@ def test_cudnn_runs_forward_once_where_its_results_are_kept(compiled, name, forw
     }
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "llama_sinks"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama_sinks", "latent"])
 def test_no_kernel_returns_the_gradient_of_a_mask(compiled, name):
     calls = cudnn_calls(compiled[name].text)
     assert any("Backward" in call for call in calls)
     for call in calls:
         assert f"[{ROWS},1,{T},{T}]" not in call.split(" custom-call(")[0]
+
+
+def test_values_of_128_dims_are_not_padded_to_the_192_of_keys(compiled):
+    """cuDNN's backward pass on Blackwell has no kernel for values of 192 dims."""
+    result = compiled["latent"]
+    assert result.error is None
+    assert targets(result.text) == MASKED
+    keys, values = (f"bf16[{ROWS},{T},{HEADS},{H}]" for H in (192, 128))
+    for call in cudnn_calls(result.text):
+        layouts = call.split("operand_layout_constraints={")[1]
+        assert re.findall(r"bf16\[[\d,]+\]", layouts)[:3] == [keys, keys, values]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

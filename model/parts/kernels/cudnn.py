@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from model.attention.inputs import Attended, Inputs, Result, score_bound, sinks_gradient
+from model.choices import Attention
 from model.parts.kernels import compat
 from model.remat import saveable
 
@@ -24,6 +25,21 @@ LENGTH_MULTIPLE = 2  # The number of positions must be even.
 SCALES_QUERIES = True
 forward = compat.cudnn_step_forward
 backward = compat.cudnn_step_backward
+
+
+def value_padding(kernel: Attention, head_dim: int, value_dim: int) -> int:
+    """Return how many zeros must follow each value vector for a kernel.
+
+    cuDNN takes values of 128 dims with keys of 192 dims (Hopper or later), otherwise
+    equal dims. On Blackwell, its backward pass takes no values of 192 dims.
+    `cudnn_packed` needs equal dims, because the offsets of keys and values are the
+    same.
+
+    Source: NVIDIA/cudnn-frontend, docs/operations/Attention.md (the support matrix).
+    """
+    if kernel is Attention.cudnn and (head_dim, value_dim) == (192, 128):
+        return 0
+    return head_dim - value_dim if kernel.is_cudnn else 0
 
 
 def attend(

@@ -22,6 +22,7 @@ from model.execution import Execution
 from model.parts.context.context_parallel import KERNELS
 from model.parts.context.ring import ring
 from model.parts.context.ring_kernel import Kernel, Travelling
+from model.parts.kernels import cudnn
 from model.products import product
 from model.scopes import part_scope
 
@@ -45,8 +46,7 @@ def attend_in_latent_ring(
     compute = execution.numerics.compute_dtype
     kernel = KERNELS[execution.attention.kernel]
     V = weight_RNE.shape[-1] - nope_dim
-    # The kernel of cuDNN takes a single dim.
-    padding = q_BTNH.shape[-1] - V if execution.attention.kernel.is_cudnn else 0
+    padding = cudnn.value_padding(execution.attention.kernel, q_BTNH.shape[-1], V)
     expand = partial(_expand, nope_dim, padding)
     ring_kernel = Kernel(kernel.forward, kernel.backward, expand)
 

@@ -11,6 +11,7 @@ import jax
 
 from model.choices import ExpertExchange
 from model.parts.experts.grouped import tile_of
+from model.parts.kernels.cudnn import value_padding
 from train.core.layout import bytes_per_device
 from train.core.optimizer.update import Optimizer
 from train.hardware.chips import chip_of
@@ -97,13 +98,16 @@ class LocalStep:
         model = self.program.config.model
         H = model.head_size
         V = model.value_size
-        if self.program.execution.attention.kernel.is_cudnn:
-            # The traced kernel is Splash's.
-            # cuDNN pads V to H. Backward, Splash has two kernels, and each recomputes
-            # the scores and their cotangent; cuDNN recomputes the scores and computes
-            # four gradients.
-            is_backward = op.position.is_backward
-            flops *= 5 * H / (4 * H + 3 * V) if is_backward else 2 * H / (H + V)
+        kernel = self.program.execution.attention.kernel
+        if kernel.is_cudnn:
+            # The traced kernel is Splash's, with values that are not padded. Backward,
+            # Splash has two kernels, and each recomputes the scores and their
+            # cotangent; cuDNN recomputes the scores and computes four gradients.
+            padded_V = V + value_padding(kernel, H, V)
+            if op.position.is_backward:
+                flops *= (3 * H + 2 * padded_V) / (4 * H + 3 * V)
+            else:
+                flops *= (H + padded_V) / (H + V)
             # cuDNN computes half of a causal square, for any size of blocks.
             computed = computed if computed == 1 else min(computed, 0.5)
         useful = flops * computed
