@@ -67,6 +67,10 @@ LEVERS: dict[str, tuple[str, ...]] = {  # config overrides, or XLA flags
         "train.remat=[query,key,value,attention,attention_output,mlp_up]",
     ),
     "documents masked": ("data.document_mask=true",),
+    "documents by offsets": (
+        "data.document_mask=true",
+        "model.attention=cudnn_packed",
+    ),
     "moments in bfloat16": ("optimizer.moment_dtype=bfloat16",),
     "moments in int8": ("optimizer.moment_dtype=int8",),
     "loss in tiles": ("train.loss_chunk_tokens=8192",),
