@@ -190,7 +190,8 @@ def rows_of(contenders: Sequence[Contender], peak: float | None) -> list[dict]:
                 "blocks_ms": [1e3 * s for s in c.blocks],
             }
         )
-    torch = [row["tokens_per_s"] for row in rows if row["contender"] != "longhaul"]
+    pairs = zip(contenders, rows, strict=True)
+    torch = [row["tokens_per_s"] for c, row in pairs if not c.spec.is_longhaul]
     for row in rows:
         row["speed_to_torch"] = row["tokens_per_s"] / max(torch) if torch else None
     return rows

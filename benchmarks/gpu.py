@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu --json gpu.json
     python -m benchmarks.gpu --json gpu.json --parts check run
+    python -m benchmarks.gpu --json gpu.json --minutes 9    # benchmarks/gpu_minutes.py
     python -m benchmarks.gpu --device cpu    # tries this program without a GPU
 
 check    compares the losses of 40 steps, in float32 and in bfloat16, with those of this
-         machine's CPU; checks that the compiled step contains cuDNN's attention
+         machine's CPU; checks that the step in bfloat16 contains cuDNN's attention
 run      kills `python -m train` and starts it again; checks that its loss is equal to
          that of an uninterrupted run, and close to that of a run on the CPU
 speed    compares each preset with PyTorch (torch.compile, bfloat16, PyTorch's attention
@@ -19,11 +20,14 @@ all of the GPU's memory. The results of a part are written to the JSON file as s
 they are known; results of other parts stay in the file. The program names the parts
 that failed at the end, and exits with 1. Longhaul's processes share the compilation
 cache in $JAX_COMPILATION_CACHE_DIR (train/runtime.py), and thus compile a step
-once. `--parts` and `--presets` divide a long benchmark into short ones.
+once. `--parts` and `--presets` divide a long benchmark into short ones. `--minutes`
+does what matters most within a time limit: see benchmarks/gpu_minutes.py, which also
+has the parts `documents`, `large` and `llama`.
 """
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,15 +37,15 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from etils import epath
+from typing import Any, NoReturn
 
 from benchmarks.contenders import CHECK_STEPS, EndedEarly, setting
+from benchmarks.gpu_minutes import TORCH, documents, large, llama, run_within
 from benchmarks.gpu_turns import (
     BATCH_SIZES,
     fastest,
     in_turns,
+    keep,
     require,
     running,
     tokens_per_s,
@@ -50,7 +54,6 @@ from benchmarks.gpu_turns import (
 from benchmarks.step_worker import PRESETS, Spec
 from data.machine import usable_cores
 from data.program import PREFIX
-from data.storage import write_atomically
 
 Found = Iterator[dict[str, Any]]  # A part yields each result as soon as it is known.
 
@@ -60,7 +63,7 @@ ALONE = {
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
 }
 AS_TYPED = ("model.layer_unroll=null",)  # the default; LonghaulWorker sets -1
-CONTENDERS = "longhaul", "torch-compile-bf16"  # PyTorch last: it may not be installed
+CONTENDERS = "longhaul", TORCH  # PyTorch last: it may not be installed
 LEVERS: dict[str, tuple[str, ...]] = {  # config overrides, or XLA flags
     "layers in a loop": ("model.layer_unroll=1",),
     "only products saved": (
@@ -86,6 +89,7 @@ LEVERS: dict[str, tuple[str, ...]] = {  # config overrides, or XLA flags
 def check(first: Spec, presets: Sequence[str]) -> Found:
     """Compare the losses with the CPU's; check that the step has cuDNN's attention."""
     reference: list[float] = []
+    kernels: dict[str, int] = {}
     failures: list[str] = []  # All failures are reported together.
     for device, float32, tolerance in (
         ("cpu", True, 0.0),
@@ -98,6 +102,7 @@ def check(first: Spec, presets: Sequence[str]) -> Found:
             spec = replace(spec, overrides=(*spec.overrides, "model.attention=xla"))
         with running(spec) as worker:
             losses = [worker.ask(f"run {n}")["loss"] for n in (1, CHECK_STEPS)]
+            kernels = worker.ask("kernels")
         yield {name: losses}
         print(f"{name}: loss {losses[0]:.5f} -> {losses[1]:.5f}", flush=True)
         reference = reference or losses
@@ -106,8 +111,6 @@ def check(first: Spec, presets: Sequence[str]) -> Found:
         pairs = zip(losses, reference, strict=True)
         if not all(abs(loss / wanted - 1) <= tolerance for loss, wanted in pairs):
             failures.append(f"{name}: not the CPU's")
-    with running(replace(first, batch_size=4)) as worker:
-        kernels = worker.ask("kernels")
     yield {"kernels": kernels}
     print(f"kernels: {kernels}", flush=True)
     if first.device == "gpu" and not any("fmha" in name for name in kernels):
@@ -153,7 +156,8 @@ def speed(first: Spec, presets: Sequence[str]) -> Found:
             tuned[name] = tune(spec)
             best.append(replace(spec, batch_size=fastest(tuned[name])))
             yield {preset: {"tuned": tuned}}
-        yield {preset: {"tuned": tuned, **in_turns(best)}}
+        for results_so_far in in_turns(best):
+            yield {preset: {"tuned": tuned, **results_so_far}}
 
 
 def levers(first: Spec, presets: Sequence[str]) -> Found:
@@ -206,8 +210,10 @@ def profile(first: Spec, presets: Sequence[str]) -> Found:
     yield {"profile": text.stdout}
 
 
+DEFAULT_PARTS = ["check", "run", "speed", "levers", "profile"]
 PARTS: dict[str, Callable[[Spec, Sequence[str]], Found]] = {
-    part.__name__: part for part in (check, run, speed, levers, profile)
+    part.__name__: part
+    for part in (check, run, speed, levers, profile, documents, large, llama)
 }
 
 
@@ -233,23 +239,19 @@ def results(path: Path) -> dict[str, Any]:
     return json.loads((path / "results.json").read_text())
 
 
-def keep(file: Path, part: str, values: dict[str, Any]) -> None:
-    """Write the results of a part into the file, next to those of other parts."""
-    content = json.loads(file.read_text()) if file.exists() else {}
-    text = json.dumps({**content, part: values}, indent=1)
-    write_atomically(epath.Path(file), text + "\n")
-
-
 def do(part: str, first: Spec, presets: Sequence[str], file: Path | None) -> str | None:
-    """Run a part and write its results; return the reason if it failed, or None."""
+    """Run a part and write its results; return the reason if it failed, or None.
+
+    The file has the `seconds` of a part that did not fail.
+    """
     began = time.monotonic()
     values = dict[str, Any]()
 
     def add(result: dict[str, Any]) -> None:
-        values.update(result, seconds=time.monotonic() - began)
-        if file:
-            keep(file, part, values)
+        values.update(result)
+        keep(file, part, values)
 
+    add({"device": first.device})  # replaces the results of an earlier call
     try:
         for result in PARTS[part](first, presets):
             add(result)
@@ -259,6 +261,7 @@ def do(part: str, first: Spec, presets: Sequence[str], file: Path | None) -> str
         traceback.print_exc()
         failure = f"{type(error).__name__}: {error}"
     else:
+        add({"seconds": time.monotonic() - began})
         return None
     add({"failed": failure})
     return failure
@@ -268,10 +271,17 @@ def main() -> None:
     """Run the chosen parts one after the other."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--parts", nargs="+", choices=PARTS)
     parser.add_argument("--presets", nargs="+", choices=BATCH_SIZES)
+    parser.add_argument("--minutes", type=float, help="end before this time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.minutes:
+        if options.parts or options.presets:
+            parser.error("--minutes itself chooses the parts and presets")
+        # The end of this program must end the group of the part that runs.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        conclude(run_within(options.minutes, options.device, options.json))
     presets = options.presets or DEFAULT_PRESETS[options.device]
     first = Spec(
         *("longhaul", presets[0], options.device, usable_cores()),
@@ -279,11 +289,16 @@ def main() -> None:
         environment=ALONE,
     )
     failed = []
-    for part in options.parts:
+    for part in options.parts or DEFAULT_PARTS:
         print(f"--- {part}", flush=True)
         if failure := do(part, first, presets, options.json):
             failed.append(f"{part}: {failure}")
-    print("\n".join(["--- failed", *failed] if failed else ["--- all parts hold"]))
+    conclude(failed)
+
+
+def conclude(failed: Sequence[str]) -> NoReturn:
+    """Print which parts failed, and exit with 1 if there are any."""
+    print("\n".join(["--- failed", *failed] if failed else ["--- no part failed"]))
     raise SystemExit(bool(failed))
 
 

@@ -2,17 +2,22 @@
 
 Therefore only one contender's process runs at a time. `tune` finds the batch size with
 which a contender processes most tokens per second. `in_turns` then runs the contenders
-alternately, each time in a new process.
+alternately, each time in a new process. `keep` writes the results to a file.
 """
 
+import json
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+from etils import epath
 
 from benchmarks.contenders import Contender, EndedEarly, print_rows, rows_of, setting
 from benchmarks.step_worker import Spec
+from data.storage import write_atomically
 from train.hardware.chips import peak_flops
 
 BATCH_SIZES = {  # `tune` tries these in order until memory is exhausted or speed falls.
@@ -29,6 +34,18 @@ def require(holds: bool, otherwise: str) -> None:
     """Raise SystemExit with the message `otherwise` if a condition does not hold."""
     if not holds:
         raise SystemExit(otherwise)
+
+
+def read(file: Path | None) -> dict[str, Any]:
+    """Return the results in the file by part; {} if there is no file."""
+    return json.loads(file.read_text()) if file and file.exists() else {}
+
+
+def keep(file: Path | None, part: str, values: dict[str, Any]) -> None:
+    """Write the results of a part into the file, next to those of other parts."""
+    if file:
+        text = json.dumps({**read(file), part: values}, indent=1)
+        write_atomically(epath.Path(file), text + "\n")
 
 
 @contextmanager
@@ -80,21 +97,42 @@ def fastest(tuned: dict[int, float]) -> int:
     return max(tuned, key=lambda batch_size: tuned[batch_size])
 
 
-def in_turns(specs: Sequence[Spec]) -> dict[str, Any]:
-    """Time contenders alternately, one process at a time; return setting and rows.
+def in_turns(
+    specs: Sequence[Spec], turns: int = TURNS, steps: int = STEPS
+) -> Iterator[dict[str, Any]]:
+    """Time contenders alternately, one process at a time.
 
-    Every second round has the reverse order.
+    Every second round has the reverse order. A contender that ends early, for example
+    because it ran out of memory, is left out from then on.
+
+    Yields:
+        After each process, the setting, the rows so far, and the kernels of each step.
+
+    Raises:
+        SystemExit: at the end, if a contender ended early.
     """
-    blocks: dict[str, list[float]] = {spec.name: [] for spec in specs}
-    workers: dict[str, Contender] = {}
-    for turn in range(TURNS):
-        for spec in specs[:: -1 if turn % 2 else 1]:
-            with running(spec) as worker:
-                for _ in range(BLOCKS):
-                    worker.run(STEPS)
-            worker.blocks = blocks[spec.name] = blocks[spec.name] + worker.blocks
-            workers[spec.name] = worker
     results = setting(specs[0])
-    results["rows"] = rows_of(list(workers.values()), peak_flops(results["hardware"]))
-    print_rows(results["rows"], specs[0].device)
-    return results
+    peak = peak_flops(results["hardware"])
+    workers: dict[str, Contender] = {}
+    kernels: dict[str, dict[str, int]] = {}
+    ended: set[str] = set()
+    for turn in range(turns):
+        for spec in specs[:: -1 if turn % 2 else 1]:
+            if spec.name in ended:
+                continue
+            try:
+                with running(spec) as worker:
+                    for _ in range(BLOCKS):
+                        worker.run(steps)
+                    kernels[spec.name] = worker.ask("kernels")
+            except EndedEarly:
+                ended.add(spec.name)
+                continue
+            if spec.name in workers:
+                worker.blocks = workers[spec.name].blocks + worker.blocks
+            workers[spec.name] = worker
+            rows = rows_of(list(workers.values()), peak)
+            yield {**results, "rows": rows, "kernels": kernels}
+    if workers:
+        print_rows(rows_of(list(workers.values()), peak), specs[0].device)
+    require(not ended, f"{', '.join(sorted(ended))} ended early: see above")

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.step_worker import Shape
 from data.batch import Batch
 from train.cli.command import compose
 from train.config import Platform, RuntimeConfig
@@ -16,25 +17,25 @@ from train.resolve.program import make_program
 from train.runtime import set_up
 
 
-def step_overrides(
-    *,
-    num_layers: int,
-    num_heads: int,
-    embed_dim: int,
-    vocab_size: int,
-    context: int,
-    batch_size: int,
-) -> list[str]:
-    """Return the overrides of `python -m train` for nanoGPT's model in these sizes."""
+def step_overrides(shape: Shape) -> list[str]:
+    """Return the overrides of `python -m train` for nanoGPT's or Llama's model."""
+    if shape.num_kv_heads:
+        model = [
+            "model=llama3_8b",
+            f"model.num_kv_heads={shape.num_kv_heads}",
+            f"model.mlp_dim={shape.mlp_dim}",
+        ]
+    else:
+        model = [f"model.max_sequence_length={shape.context}"]
     return [
         "experiment=shakespeare_cpu",
-        f"model.num_layers={num_layers}",
-        f"model.num_heads={num_heads}",
-        f"model.embed_dim={embed_dim}",
-        f"model.vocab_size={vocab_size}",
-        f"model.max_sequence_length={context}",
-        f"data.sequence_length={context}",
-        f"data.batch_size={batch_size}",
+        *model,
+        f"model.num_layers={shape.num_layers}",
+        f"model.num_heads={shape.num_heads}",
+        f"model.embed_dim={shape.embed_dim}",
+        f"model.vocab_size={shape.vocab_size}",
+        f"data.sequence_length={shape.context}",
+        f"data.batch_size={shape.batch_size}",
         "data.document_mask=false",
         "mesh=ddp",
         "schedule=constant",
@@ -43,7 +44,7 @@ def step_overrides(
 
 
 class LonghaulWorker:
-    """A GPT-2 model that trains with AdamW at a constant learning rate.
+    """A model of a shape, which trains with AdamW at a constant learning rate.
 
     The class implements `benchmarks.step_worker.Worker`. Parameters are replicated on
     all devices (mesh=ddp).
@@ -51,29 +52,19 @@ class LonghaulWorker:
 
     def __init__(
         self,
-        batches: np.ndarray,
+        shape: Shape,
         *,
         device: str,
         compute_dtype: str,
         overrides: Sequence[str] = (),
-        num_layers: int,
-        num_heads: int,
-        embed_dim: int,
-        vocab_size: int,
     ):
-        """Compile the step. `batches`, int32 [n, B, T + 1], are used in turn."""
+        """Compile the step."""
         platform = Platform.cuda if device == "gpu" else Platform.cpu
         set_up(RuntimeConfig(platform=platform))
+        batches = shape.batches()
         _, B, length = batches.shape
-        keys = step_overrides(
-            num_layers=num_layers,
-            num_heads=num_heads,
-            embed_dim=embed_dim,
-            vocab_size=vocab_size,
-            context=length - 1,
-            batch_size=B,
-        )
-        config = compose([*keys, f"model.compute_dtype={compute_dtype}", *overrides])
+        keys = [*step_overrides(shape), f"model.compute_dtype={compute_dtype}"]
+        config = compose([*keys, *overrides])
         self._program = program = make_program(config)
         self._await = platform is Platform.cpu
         positions = np.broadcast_to(

@@ -24,7 +24,10 @@ MFU_CONVENTION = "6N + 12 L C T per token, N without positions, causal not halve
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model and of the batch."""
+    """Sizes of the model and of the batch.
+
+    The model is GPT-2's without biases, or Llama's if the last two sizes are set.
+    """
 
     num_layers: int
     num_heads: int
@@ -32,6 +35,8 @@ class Shape:
     context: int
     batch_size: int
     vocab_size: int
+    num_kv_heads: int | None = None
+    mlp_dim: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -43,7 +48,12 @@ class Shape:
         """Model FLOPs of one step; see MFU_CONVENTION."""
         c = self.embed_dim
         layers = self.num_layers
-        matrices = 12 * layers * c * c + self.vocab_size * c
+        attention = 4 * c * c
+        mlp = 8 * c * c
+        if self.num_kv_heads and self.mlp_dim:
+            attention = 2 * c * c + 2 * c * c * self.num_kv_heads // self.num_heads
+            mlp = 3 * c * self.mlp_dim
+        matrices = layers * (attention + mlp) + self.vocab_size * c
         return (6 * matrices + 12 * layers * c * self.context) * self.tokens
 
     def batches(self) -> np.ndarray:
@@ -61,6 +71,9 @@ PRESETS = {
     "small": Shape(4, 8, 256, 256, 4, 4096),
     "gpt2_124m": Shape(12, 12, 768, 1024, 64, 50304),
     "gpt2_1558m": Shape(48, 25, 1600, 1024, 16, 50304),
+    "llama_nano": Shape(4, 4, 128, 64, 12, 384, num_kv_heads=2, mlp_dim=384),
+    # Four of the 32 layers of llama3_8b, with its embedding and head.
+    "llama3_8b": Shape(4, 32, 4096, 4096, 4, 128256, num_kv_heads=8, mlp_dim=14336),
 }
 
 
@@ -68,7 +81,7 @@ PRESETS = {
 class Spec:
     """The settings of a contender."""
 
-    name: str
+    name: str  # a variant of PyTorch, or one that begins with "longhaul"
     preset: str
     device: str  # cpu or gpu
     threads: int
@@ -76,6 +89,11 @@ class Spec:
     batch_size: int | None = None  # None: the batch size of the preset
     overrides: tuple[str, ...] = ()  # overrides of Longhaul's config
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_longhaul(self) -> bool:
+        """Whether Longhaul trains the model, and not PyTorch."""
+        return self.name.startswith("longhaul")
 
     @property
     def shape(self) -> Shape:
@@ -104,16 +122,11 @@ def longhaul_worker(spec: Spec) -> Worker:
     """Build Longhaul's step, with float32 products or those of compute_dtype=auto."""
     from benchmarks.longhaul import LonghaulWorker
 
-    shape = spec.shape
     return LonghaulWorker(
-        shape.batches(),
+        spec.shape,
         device=spec.device,
         compute_dtype="float32" if spec.float32 else "auto",
         overrides=spec.overrides,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        embed_dim=shape.embed_dim,
-        vocab_size=shape.vocab_size,
     )
 
 
@@ -121,19 +134,13 @@ def torch_worker(spec: Spec) -> Worker:
     """Build the PyTorch variant that the contender's name describes."""
     from benchmarks.torch_gpt import TorchWorker
 
-    shape = spec.shape
     return TorchWorker(
-        shape.batches(),
+        spec.shape,
         compiled="compile" in spec.name,
         bfloat16="bf16" in spec.name,
         written_out="written" in spec.name,
         device="cuda" if spec.device == "gpu" else "cpu",
         num_threads=spec.threads,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        embed_dim=shape.embed_dim,
-        context=shape.context,
-        vocab_size=shape.vocab_size,
     )
 
 
@@ -176,7 +183,7 @@ def main(text: str) -> None:
             say({"flops": product_flops(spec.name)})
             continue
         if command == "warm":
-            make = longhaul_worker if spec.name == "longhaul" else torch_worker
+            make = longhaul_worker if spec.is_longhaul else torch_worker
             worker = make(spec)
         assert worker is not None, "warm comes first"
         if command == "kernels":

@@ -1,10 +1,11 @@
-"""The PyTorch contender: a GPT-2 style model and a fast training step.
+"""The PyTorch contender: a GPT-2 or Llama style model and a fast training step.
 
-The model has LayerNorm without bias, tanh GELU, learned positions, a tied head and no
-dropout. A step is zero_grad, forward, loss, backward, clipping by the global norm and
-AdamW. All variants of one shape start from the same weights, so that their losses can
-be compared. The contender loads no data, saves nothing and has no learning-rate
-schedule.
+GPT-2's model has LayerNorm without bias, tanh GELU, learned positions, a tied head and
+no dropout. Llama's has RMSNorm, SwiGLU, rotary positions, fewer key and value heads
+than query heads, and a head of its own. A step is zero_grad, forward, loss, backward,
+clipping by the global norm and AdamW. All variants of one shape start from the same
+weights, so that their losses can be compared. The contender loads no data, saves
+nothing and has no learning-rate schedule.
 """
 
 import contextlib
@@ -17,16 +18,23 @@ import torch  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn  # pyright: ignore[reportMissingImports]
 
+from benchmarks.step_worker import Shape
+
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 LEARNING_RATE = 1e-3
 BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
+ROPE_THETA = 500000.0
+NORM_EPSILON = 1e-5
 
 
 def written_out_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute causal attention of [batch, head, time, head dim], with stored scores."""
+    if k.shape[1] < q.shape[1]:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
     future = torch.full(scores.shape[-2:], -torch.inf, device=q.device).triu(1)
     return torch.softmax(scores.float() + future, -1).to(v.dtype) @ v
@@ -34,7 +42,15 @@ def written_out_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute causal attention by PyTorch's kernel, with the same shapes."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    grouped = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D / 2) of [batch, head, time, D], in float32."""
+    first, second = x.float().chunk(2, -1)
+    pairs = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat(pairs, -1).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -62,26 +78,62 @@ class Block(nn.Module):
         return x + self.mlp_out(hidden)
 
 
+class LlamaBlock(nn.Module):
+    """A layer of Llama: attention and an MLP, each after an RMSNorm."""
+
+    def __init__(self, shape: Shape, attention: Attention) -> None:
+        super().__init__()
+        assert shape.num_kv_heads is not None
+        assert shape.mlp_dim is not None
+        embed_dim = shape.embed_dim
+        self.head_dim = head_dim = embed_dim // shape.num_heads
+        self.heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+        self.attention = attention
+        self.attention_norm = nn.RMSNorm(embed_dim, eps=NORM_EPSILON)
+        self.qkv = nn.Linear(embed_dim, sum(self.heads) * head_dim, bias=False)
+        self.attention_out = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.mlp_norm = nn.RMSNorm(embed_dim, eps=NORM_EPSILON)
+        self.mlp_in = nn.Linear(embed_dim, 2 * shape.mlp_dim, bias=False)
+        self.mlp_out = nn.Linear(shape.mlp_dim, embed_dim, bias=False)
+        frequencies = ROPE_THETA ** (-torch.arange(0, head_dim, 2) / head_dim)
+        angles = torch.outer(torch.arange(shape.context), frequencies)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time_dim, _ = x.shape
+        qkv = self.qkv(self.attention_norm(x))
+        qkv = qkv.view(batch, time_dim, -1, self.head_dim).transpose(1, 2)
+        q, k, v = qkv.split(self.heads, dim=1)
+        q = rotate(q, self.cos, self.sin)
+        k = rotate(k, self.cos, self.sin)
+        mixed = self.attention(q, k, v).transpose(1, 2).reshape(batch, time_dim, -1)
+        x = x + self.attention_out(mixed)
+        gate, hidden = self.mlp_in(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.mlp_out(F.silu(gate) * hidden)
+
+
 class GPT(nn.Module):
     """A model that maps tokens and targets to the mean cross-entropy."""
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_heads: int,
-        embed_dim: int,
-        context: int,
-        vocab_size: int,
-        attention: Attention,
-    ) -> None:
+    def __init__(self, shape: Shape, attention: Attention) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocab_size, embed_dim)
-        self.positions = nn.Parameter(torch.empty(context, embed_dim))
-        self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads, attention) for _ in range(num_layers)
-        )
-        self.norm = nn.LayerNorm(embed_dim, bias=False)
+        num_layers = shape.num_layers
+        embed_dim = shape.embed_dim
+        self.tokens = nn.Embedding(shape.vocab_size, embed_dim)
+        if shape.num_kv_heads:
+            self.positions = None
+            blocks = [LlamaBlock(shape, attention) for _ in range(num_layers)]
+            self.norm = nn.RMSNorm(embed_dim, eps=NORM_EPSILON)
+            self.head = nn.Linear(embed_dim, shape.vocab_size, bias=False)
+        else:
+            self.positions = nn.Parameter(torch.empty(shape.context, embed_dim))
+            blocks = [
+                Block(embed_dim, shape.num_heads, attention) for _ in range(num_layers)
+            ]
+            self.norm = nn.LayerNorm(embed_dim, bias=False)
+            self.head = self.tokens
+        self.blocks = nn.ModuleList(blocks)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 into_residual = name.endswith(
@@ -91,10 +143,12 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.tokens.weight)
+        logits = F.linear(self.norm(x), self.head.weight)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -102,7 +156,7 @@ class TorchWorker:
     """A model that trains on a fixed set of batches (`benchmarks.step_worker.Worker`).
 
     Args:
-        batches: token ids [number of batches, batch, context + 1], used in turn.
+        shape: the sizes of the model and of its batches, which are used in turn.
         compiled: whether to use torch.compile; otherwise the model runs eagerly.
         bfloat16: whether to autocast products to bfloat16. Otherwise they are float32
             (TF32 on a GPU).
@@ -110,19 +164,17 @@ class TorchWorker:
             PyTorch's kernel on a CPU for short rows.
         device: "cpu" or "cuda".
         num_threads: the number of CPU threads.
-        shape: the arguments of `GPT`.
     """
 
     def __init__(
         self,
-        batches: np.ndarray,
+        shape: Shape,
         *,
         compiled: bool,
         bfloat16: bool,
         written_out: bool,
         device: str,
         num_threads: int,
-        **shape: int,
     ) -> None:
         torch.set_num_threads(num_threads)
         torch.set_float32_matmul_precision("high")
@@ -130,11 +182,11 @@ class TorchWorker:
         self.device = device
         self.bfloat16 = bfloat16
         self.steps = 0
-        ids = torch.from_numpy(batches).long().to(device)
+        ids = torch.from_numpy(shape.batches()).long().to(device)
         self.inputs = [batch[:, :-1].contiguous() for batch in ids]
         self.targets = [batch[:, 1:].contiguous() for batch in ids]
         attention = written_out_attention if written_out else fused_attention
-        model = GPT(**shape, attention=attention).to(device)
+        model = GPT(shape, attention).to(device)
         self.parameters = list(model.parameters())
         matrices = [p for p in self.parameters if p.dim() == 2]
         vectors = [p for p in self.parameters if p.dim() < 2]

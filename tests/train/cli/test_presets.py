@@ -33,8 +33,7 @@ CHOICES = [
     *(f"experiment={name}" for name in RECIPES),
 ]
 BENCHMARK_OVERRIDES: dict[str, Sequence[str]] = {
-    f"step {name}": step_overrides(**dataclasses.asdict(shape))
-    for name, shape in PRESETS.items()
+    f"step {name}": step_overrides(shape) for name, shape in PRESETS.items()
 } | {row.name: row.overrides for table in TABLES.values() for row in read_rows(table)}
 PLAIN = "model=plain"
 STORED = Path(__file__).with_name("preset_models.json")
