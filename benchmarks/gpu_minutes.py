@@ -43,11 +43,11 @@ MARGIN_S = 10.0  # to kill processes and end before the given minutes
 # Guessed seconds of each part, with programs that no cache has. The first call on a
 # machine replaces them.
 PARTS: dict[str, Mapping[str, float]] = {
-    "check": {"gpu": 60, "cpu": 40},
-    "documents": {"gpu": 110, "cpu": 60},
-    "large": {"gpu": 130, "cpu": 60},
-    "llama": {"gpu": 160, "cpu": 90},
-    "profile": {"gpu": 60, "cpu": 40},
+    "check": {"gpu": 60, "cpu": 60},
+    "documents": {"gpu": 110, "cpu": 90},
+    "large": {"gpu": 130, "cpu": 90},
+    "llama": {"gpu": 160, "cpu": 120},
+    "profile": {"gpu": 60, "cpu": 60},
 }
 
 

@@ -22,6 +22,7 @@ def step_overrides(shape: Shape) -> list[str]:
     if shape.num_kv_heads:
         model = [
             "model=llama3_8b",
+            "model.init=gpt2",  # as in PyTorch's model, so that losses can be compared
             f"model.num_kv_heads={shape.num_kv_heads}",
             f"model.mlp_dim={shape.mlp_dim}",
         ]

@@ -116,7 +116,7 @@ def test_float32_is_checked_without_cudnn_and_all_is_reported(monkeypatch):
     assert {"gpu, float32": [2.0, 1.0]} in results
     assert {"kernels": {"__cudnn$fmhaSoftmax": 12}} in results
     xla = ["model.attention=xla" in spec.overrides for spec in specs]
-    assert xla == [True, True, False, False]
+    assert xla == [True, True, False]
 
 
 def test_each_command_to_a_dead_worker_reports_that_it_ended():
