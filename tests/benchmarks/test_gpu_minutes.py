@@ -112,10 +112,9 @@ def test_a_killed_part_leaves_no_process(monkeypatch, tmp_path):
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     assert gpu_minutes.run_part("check", "cpu", None, 2.0) == "killed after 2 s"
-    state = subprocess.run(
-        ["ps", "-o", "stat=", "-p", pid_file.read_text()], stdout=subprocess.PIPE
-    )
-    assert state.stdout.strip()[:1] in (b"", b"Z")
+    command = ["ps", "-o", "stat=", "-p", pid_file.read_text().strip()]
+    state = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
+    assert state[:1] in ("", "Z")
 
 
 def test_every_part_with_a_guess_is_a_part_of_the_program():
