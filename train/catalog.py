@@ -6,6 +6,7 @@ from data.config import DataConfig
 from model.config import ModelConfig
 from model.execution import Execution
 from train.config import EvalConfig
+from train.describe import describe_data, describe_program
 from train.distributed.joining import join
 from train.evaluate.results import compute_results, print_results
 from train.run.profiles import Profiler
@@ -44,6 +45,8 @@ START_PARTS = StartParts(
     layout_chooser=_layout_chooser,
     check_kernels=_check_kernels,
     join=join,
+    describe_program=describe_program,
+    describe_data=describe_data,
     open_profiler=Profiler,
     compute_results=compute_results,
     print_results=print_results,

@@ -26,7 +26,6 @@ from train.config import Config
 from train.core.loop import Trainer
 from train.core.phases import PhaseSteps
 from train.core.state import TrainState, best_params
-from train.describe import describe_data, describe_program
 from train.distributed.peers import Peers
 from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster
@@ -208,8 +207,8 @@ def _prepare_start(
     )
     # The state is most likely that of the newest checkpoint.
     phases.begin(order.batch_number(max(checkpoints.saved.steps(), default=0)))
-    describe_program(program)
-    describe_data(order, config.train.num_steps)
+    START_PARTS.describe_program(program)
+    START_PARTS.describe_data(order, config.train.num_steps)
     return _PreparedStart(
         program=program,
         sources=prepared.sources,

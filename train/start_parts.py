@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from etils import epath
 from tiktoken import Encoding
 
+from data.batches import Order
 from data.config import DataConfig
 from data.sources import Sources
 from model.config import ModelConfig
@@ -127,6 +128,8 @@ class StartParts(NamedTuple):
     layout_chooser: returns what gives a config the best mesh, for mesh=planned.
     check_kernels: compares kernels with plain formulas (runtime.prove_kernels).
     join: finds the other processes of the run and connects to them.
+    describe_program: prints a program before training.
+    describe_data: prints the order of the data, given the number of steps.
     open_profiler: opens what traces steps, by `profile.steps` or on request.
     compute_results: samples from the finished weights and computes the results.
     print_results: prints the results.
@@ -137,6 +140,8 @@ class StartParts(NamedTuple):
     layout_chooser: Callable[[], ChooseLayout]
     check_kernels: Callable[[ModelConfig, DataConfig, Execution], Mapping[str, str]]
     join: JoinCluster
+    describe_program: Callable[[ConfiguredProgram], None]
+    describe_data: Callable[[Order, int], None]
     open_profiler: OpenRunProfiler
     compute_results: ComputeResults
     print_results: PrintResults

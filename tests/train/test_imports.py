@@ -65,10 +65,10 @@ RANK = {
 # make it: a config needs records, and only a model needs layers. Lower a limit when a
 # change allows it; raise it only for something that users get.
 MAX_REACHED_LINES = {
-    "model.gpt": 4_300,
-    "train.core.step": 6_650,
-    "train.core.program": 7_150,
-    "train.core.loop": 10_950,
+    "model.gpt": 4_330,
+    "train.core.step": 6_710,
+    "train.core.program": 7_210,
+    "train.core.loop": 10_980,
     "train.start": 24_000,
 }
 MAX_CONFIG_TAKERS = 20  # functions that take the whole config; this may only fall too

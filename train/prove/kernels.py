@@ -1,4 +1,4 @@
-"""Compare the kernels of attention and experts with plain formulas, on one device.
+"""Compare kernels of attention, norms and experts with plain formulas, on one device.
 
 The shapes are those of the run, with fewer rows, heads and experts.
 """
@@ -14,9 +14,10 @@ import numpy as np
 from data.config import DataConfig
 from model.attention.inputs import Inputs
 from model.attention.method import PLAIN_ATTENTION, AttentionMethod, AttentionOptions
-from model.choices import Grouped
+from model.choices import Grouped, Norm
 from model.config import ModelConfig
 from model.execution import Execution
+from model.layers import Normalize
 from model.parts.experts.grouped import grouped_product
 from train.errors import NOT_PROVED, Exit
 from train.prove.parity import ArrayDifference, Key, relative_error
@@ -25,6 +26,7 @@ _TOLERANCE = 2e-2  # Operands and results have eight bits of precision in bfloat
 _MAX_LENGTH = 8192  # Scores of longer rows do not fit into memory.
 _ROWS = 1
 _MAX_QUERY_HEADS = 2
+_NORM_ROWS = 1000
 _EXPERT_ROWS = 1024
 _MAX_EXPERTS = 4
 
@@ -36,7 +38,8 @@ def check_kernels(
     differences = compare_kernels(model, data, execution)
     if failures := [difference for difference in differences if difference.is_wrong]:
         text = "\n  ".join(["Kernels differ from plain formulas:", *map(str, failures)])
-        remedy = "Update jax and the driver, or set model.attention=xla (slower)."
+        remedy = "Update jax and the driver, or choose slower operations of XLA: "
+        remedy += "model.attention=xla, and runtime.gpu_tuning=false for norms."
         raise Exit(NOT_PROVED, f"{text}\n{remedy}")
     return {}
 
@@ -56,6 +59,8 @@ def compare_kernels(
         differences += _compare_attention(
             model, data, execution=execution, window=window, rng=rng
         )
+    if execution.normalize is not None:
+        differences += _compare_norm(model, execution, rng)
     if model.expert_layers:
         for swapped in (False, True):
             differences += _compare_experts(model, execution, swapped, rng)
@@ -97,6 +102,32 @@ def _compare_attention(
     plain = partial(attend, PLAIN_ATTENTION)
     operands = {"queries": q, "keys": k, "values": v, "sinks": sinks_N}
     yield from _compare(name, run, plain, operands, dy)
+
+
+def _compare_norm(
+    model: ModelConfig, execution: Execution, rng: np.random.Generator
+) -> Iterator[ArrayDifference]:
+    """Yield the differences of a norm of the layers' inputs, and of the kept input."""
+    D = model.embed_dim
+    dtype = execution.numerics.activation_dtype
+    x, dx, dy = (_normal(rng, (_ROWS, _NORM_ROWS, D), dtype) for _ in range(3))
+    has_bias = model.norm is Norm.layernorm and model.bias
+    scale, bias = (_normal(rng, (D,), jnp.float32) for _ in range(2))
+
+    def normalize(
+        execution: Execution, x: jax.Array, scale: jax.Array, bias: jax.Array | None
+    ) -> jax.Array:
+        norm = Normalize(model, model.norm, embed=D)
+        norm.scale[...] = scale
+        if norm.bias is not None:
+            norm.bias[...] = bias
+        return jnp.concatenate(norm.keep_input(x, execution), axis=-1)
+
+    kernel = partial(normalize, Execution(normalize=execution.normalize))
+    plain = partial(normalize, Execution())
+    operands = {"rows": x, "scale": scale, "bias": bias if has_bias else None}
+    dresults = jnp.concatenate([dx, dy], axis=-1)
+    yield from _compare(f"norm of {D} dims:", kernel, plain, operands, dresults)
 
 
 def _compare_experts(

@@ -119,13 +119,16 @@ class ExecutionChoice:
         if (stages := self.sizes["pipeline"]) > 1:
             schedule = pipeline_of(config.mesh, train, stages)
             pipeline = self.parts.make_pipeline(schedule.microbatches, schedule.repeats)
+        normalize = None
+        if config.runtime.gpu_tuning:
+            normalize = self.parts.choose_norm(platform, config.model.embed_dim)
         context = self._context_attention(kernel)
         return Execution(
             numerics=numerics,
             attention=self.parts.make_attention(kernel, context),
             expert_exchange=self._expert_exchange(),
             grouped=grouped,
-            normalize=self.parts.choose_norm(platform, config.model.embed_dim),
+            normalize=normalize,
             remat=train.remat,
             offload=train.offload,
             layer_unroll=self.layer_unroll(),

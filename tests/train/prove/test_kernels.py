@@ -1,5 +1,7 @@
 """A kernel whose results differ from the plain formula is named."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -7,11 +9,12 @@ import jax
 import pytest
 
 from model.attention import xla
-from model.choices import Attention, Grouped
+from model.choices import Attention, Grouped, Norm
 from model.execution import Execution
 from model.parts.attention import KernelAttention
 from model.parts.context.context_parallel import KERNELS
 from model.parts.experts import grouped
+from model.parts.kernels import norm_triton
 from train.config import MESH_AXES, Config
 from train.errors import NOT_PROVED, Exit
 from train.prove.kernels import check_kernels, compare_kernels
@@ -110,3 +113,20 @@ def test_wrong_products_of_experts_are_found(case, monkeypatch):
     assert wrong_parts(case) == {"result", "gradient of rows", "gradient of matrices"}
     monkeypatch.undo()
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("norm", Norm)
+def test_a_wrong_norm_is_found(case, norm):
+    model = replace(case.config.model, norm=norm, bias=True)
+    right = partial(norm_triton.normalize, interpret=True)
+
+    def forgets_the_residual(x, *args):
+        kept, y = right(x, *args)
+        return jax.lax.stop_gradient(kept), y
+
+    for kernel, is_wrong in ((right, False), (forgets_the_residual, True)):
+        execution = case.execution._replace(normalize=kernel)
+        differences = compare_kernels(model, case.config.data, execution)
+        norms = [d for d in differences if d.key.name.startswith("norm of 32 dims")]
+        assert norms
+        assert any(d.is_wrong for d in norms) is is_wrong
