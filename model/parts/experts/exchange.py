@@ -42,6 +42,11 @@ CAPACITY_FACTOR = 1.5
 _EXPERTS_PER_COPY = 3
 
 
+# XLA reserves the memory of a branch that it rarely takes, too. With smaller chunks, it
+# needs no more than the other branch.
+_FALLBACK_CHUNKS = 2
+
+
 def run_on_device(tokens: Tokens, experts: LocalExperts) -> Output:
     """Run a device's local tokens [B, T, ...] through the experts of all devices."""
     flat = Tokens._make(x.reshape(-1, x.shape[-1]) for x in tokens)
@@ -56,13 +61,20 @@ def run_on_device(tokens: Tokens, experts: LocalExperts) -> Output:
     return output._replace(y=output.y.reshape(tokens.x.shape))
 
 
-def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
-    """Gather the tokens of all devices, in chunks, and reduce-scatter the results."""
+def _run_by_gathering(
+    tokens: Tokens, experts: LocalExperts, least_chunks: int = 1
+) -> Output:
+    """Gather the tokens of all devices, in chunks, and reduce-scatter the results.
+
+    A chunk has at most n k / least_chunks rows.
+    """
     n, k = tokens.experts.shape
     E = experts.num_local
     axes = experts.expert_axes
     worst_k = jax.lax.psum(1, axes) * min(k, E)  # the most rows per local token
-    num_chunks = next(c for c in range(-(-worst_k // k), n + 1) if n % c == 0)
+    least_chunks = least_chunks * -(-worst_k // k)
+    least_chunks = min(least_chunks, n)
+    num_chunks = next(c for c in range(least_chunks, n + 1) if n % c == 0)
 
     def run_chunk(chunk: Tokens) -> Output:
         if axes:
@@ -77,10 +89,10 @@ def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
 
     if num_chunks == 1:
         return run_chunk(tokens)
-    # The gradients of the chunks are added up, in float32.
-    experts = experts._replace(
-        matrices=[w.astype(jnp.float32) for w in experts.matrices]
-    )
+    # The gradients of the chunks are added up in the dtype of the matrices.
+    sum_dtype = experts.execution.numerics.reduce_dtype
+    matrices = [w.astype(sum_dtype) for w in experts.matrices]
+    experts = experts._replace(matrices=matrices)
     chunked = [x.reshape(num_chunks, n // num_chunks, x.shape[-1]) for x in tokens]
     y, counts = jax.lax.map(jax.checkpoint(run_chunk), Tokens._make(chunked))
     counts = jax.tree.map(lambda c: jnp.sum(c, axis=0), counts)
@@ -103,7 +115,8 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     emulated = execution.grouped is Grouped.scan  # Only CPUs use the scan kernel.
     device_nk = tokens.experts // E
     copy_device_nk, served = _make_copies(device_nk, S, m)
-    copy_nk, order, copies_S = sort_rows(copy_device_nk, S)
+    platform = execution.placement.platform
+    copy_nk, order, copies_S = sort_rows(copy_device_nk, S, platform)
     order = order[:C]
     copies_SS = jax.lax.all_gather(copies_S[None], axes, tiled=True)
 
@@ -135,7 +148,7 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
         return output._replace(y=y_nD)
 
     def gather(tokens: Tokens) -> Output:
-        return _run_by_gathering(tokens, experts)
+        return _run_by_gathering(tokens, experts, _FALLBACK_CHUNKS)
 
     if (max_copies, max_rows) == (C, R):
         return send(tokens)
@@ -144,7 +157,10 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     excess_S = jnp.maximum(most_copies_S - C, jax.lax.psum(rows_S, axes) - R)
     # All devices must take the same branch, because both branches communicate.
     excess = jax.lax.pmax(jnp.max(excess_S), execution.placement.layer_batch_axes)
-    return jax.lax.cond(excess <= 0, send, gather, tokens)
+    # The backward pass computes again what the branch needs that was taken. Otherwise
+    # the forward pass would save the arrays of both branches.
+    branches = jax.checkpoint(send), jax.checkpoint(gather)
+    return jax.lax.cond(excess <= 0, *branches, tokens)
 
 
 def _make_copies(
