@@ -35,7 +35,7 @@ def from_rows(y_RD: jax.Array, token_R: jax.Array, row_nk: jax.Array) -> jax.Arr
     """Add up each token's rows. Transposes `to_rows` if y is 0 in unused rows.
 
     It adds k arrays [n, D]. An array [n, k, D] would be stored and, on a TPU, copied
-    to another layout, because k would be padded in the first.
+    to a layout that does not pad k.
     """
     total_nD = jnp.float32(0)
     for row_n in row_nk.T:
