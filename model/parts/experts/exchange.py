@@ -42,11 +42,6 @@ CAPACITY_FACTOR = 1.5
 _EXPERTS_PER_COPY = 3
 
 
-# XLA reserves the memory of a branch that it rarely takes, too. With smaller chunks, it
-# needs no more than the other branch.
-_FALLBACK_CHUNKS = 2
-
-
 def run_on_device(tokens: Tokens, experts: LocalExperts) -> Output:
     """Run a device's local tokens [B, T, ...] through the experts of all devices."""
     flat = Tokens._make(x.reshape(-1, x.shape[-1]) for x in tokens)
@@ -61,20 +56,13 @@ def run_on_device(tokens: Tokens, experts: LocalExperts) -> Output:
     return output._replace(y=output.y.reshape(tokens.x.shape))
 
 
-def _run_by_gathering(
-    tokens: Tokens, experts: LocalExperts, least_chunks: int = 1
-) -> Output:
-    """Gather the tokens of all devices, in chunks, and reduce-scatter the results.
-
-    A chunk has at most n k / least_chunks rows.
-    """
+def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
+    """Gather the tokens of all devices, in chunks, and reduce-scatter the results."""
     n, k = tokens.experts.shape
     E = experts.num_local
     axes = experts.expert_axes
     worst_k = jax.lax.psum(1, axes) * min(k, E)  # the most rows per local token
-    least_chunks = least_chunks * -(-worst_k // k)
-    least_chunks = min(least_chunks, n)
-    num_chunks = next(c for c in range(least_chunks, n + 1) if n % c == 0)
+    num_chunks = next(c for c in range(-(-worst_k // k), n + 1) if n % c == 0)
 
     def run_chunk(chunk: Tokens) -> Output:
         if axes:
@@ -115,8 +103,7 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     emulated = execution.grouped is Grouped.scan  # Only CPUs use the scan kernel.
     device_nk = tokens.experts // E
     copy_device_nk, served = _make_copies(device_nk, S, m)
-    platform = execution.placement.platform
-    copy_nk, order, copies_S = sort_rows(copy_device_nk, S, platform)
+    copy_nk, order, copies_S = sort_rows(copy_device_nk, S)
     order = order[:C]
     copies_SS = jax.lax.all_gather(copies_S[None], axes, tiled=True)
 
@@ -148,7 +135,7 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
         return output._replace(y=y_nD)
 
     def gather(tokens: Tokens) -> Output:
-        return _run_by_gathering(tokens, experts, _FALLBACK_CHUNKS)
+        return _run_by_gathering(tokens, experts)
 
     if (max_copies, max_rows) == (C, R):
         return send(tokens)

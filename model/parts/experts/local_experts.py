@@ -82,12 +82,9 @@ class LocalExperts(NamedTuple):
 
 
 def sort_rows(
-    experts_nk: jax.Array, num_experts: int, platform: str
+    experts_nk: jax.Array, num_experts: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sort tokens' choices by expert. The choice `num_experts` stands for no expert.
-
-    XLA:TPU takes as long to compile a sort as a whole layer, so that rows are counted
-    there instead of sorting twice (docs/log).
 
     Returns:
         The row of each choice [n, k], the choice of each row [n k], and the
@@ -95,18 +92,9 @@ def sort_rows(
     """
     chosen = experts_nk.reshape(-1)
     order = jnp.argsort(chosen)
-    if platform != "tpu":
-        row = jnp.argsort(order)
-        is_chosen = chosen[:, None] == jnp.arange(num_experts)[None]
-        sizes_E = jnp.sum(is_chosen, axis=0, dtype=jnp.int32)
-    else:
-        is_chosen = chosen[:, None] == jnp.arange(num_experts + 1)[None]
-        counts = jnp.cumsum(is_chosen, axis=0, dtype=jnp.int32)
-        sizes = counts[-1]
-        starts = jnp.cumsum(sizes) - sizes
-        row = jnp.sum(jnp.where(is_chosen, counts - 1 + starts[None], 0), axis=1)
-        sizes_E = sizes[:-1]
-    return row.reshape(experts_nk.shape), order, sizes_E
+    row_nk = jnp.argsort(order).reshape(experts_nk.shape)
+    is_chosen = chosen[:, None] == jnp.arange(num_experts)[None]
+    return row_nk, order, jnp.sum(is_chosen, axis=0, dtype=jnp.int32)
 
 
 def run_local_experts(
@@ -120,9 +108,7 @@ def run_local_experts(
     n, k = tokens.experts.shape
     E = experts.num_local
     is_local = (tokens.experts >= 0) & (tokens.experts < E)
-    local_nk = jnp.where(is_local, tokens.experts, E)
-    platform = experts.execution.placement.platform
-    row_nk, order, sizes_E = sort_rows(local_nk, E, platform)
+    row_nk, order, sizes_E = sort_rows(jnp.where(is_local, tokens.experts, E), E)
     R = n * min(k, E) if capacity is None else capacity
     choice_R = order[:R]
     x_RD = to_rows(tokens.x, choice_R // k, row_nk)
