@@ -32,16 +32,9 @@ def to_rows(x_nD: jax.Array, token_R: jax.Array, row_nk: jax.Array) -> jax.Array
 
 @jax.custom_vjp
 def from_rows(y_RD: jax.Array, token_R: jax.Array, row_nk: jax.Array) -> jax.Array:
-    """Add up each token's rows. Transposes `to_rows` if y is 0 in unused rows.
-
-    It adds k arrays [n, D]. An array [n, k, D] would be stored and, on a TPU, copied
-    to a layout that does not pad k.
-    """
-    total_nD = jnp.float32(0)
-    for row_n in row_nk.T:
-        rows_nD = y_RD.at[row_n].get(mode="fill", fill_value=0)
-        total_nD += rows_nD.astype(jnp.float32)
-    return total_nD.astype(y_RD.dtype)
+    """Add up each token's rows. Transposes `to_rows` if y is 0 in unused rows."""
+    y_nkD = y_RD.at[row_nk].get(mode="fill", fill_value=0)
+    return jnp.sum(y_nkD, axis=1, dtype=jnp.float32).astype(y_RD.dtype)
 
 
 def _make_forward(function: Callable) -> Callable:
