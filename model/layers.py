@@ -279,6 +279,6 @@ class MLP(nnx.Module):
         self, h_BTF: Float[Array, "B T F"], gate_BTF: Float[Array, "B T F"] | None
     ) -> Float[Array, "B T F"]:
         """Return the hidden values for the products of `up` and of `gate`."""
-        if self.gate is not None:
+        if self.gate is not None and gate_BTF is not None:
             gate_BTF = self.gate.add_bias(gate_BTF)
         return activate(self.config, self.up.add_bias(h_BTF), gate_BTF)

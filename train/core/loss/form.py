@@ -114,8 +114,8 @@ def choose_form(
         return LossForm(smallest, _piece_size(config.vocab_rows, D // 2))
     widths = config.mlp_size + D
     if config.expert_layers:  # A token has a row for each of its experts.
-        rows = config.experts_per_token
-        widths = max(widths, rows * (config.expert_size + D))
+        k = config.experts_per_token
+        widths = max(widths, k * (config.expert_size + D))
     # At its peak, a layer's backward pass holds about six arrays of each width.
     layer_bytes = 12 * B * T * widths
     tokens = (layer_bytes / V - 6 * D) / 4  # 6 D V bytes: the weight and its gradient
