@@ -77,10 +77,10 @@ def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
 
     if num_chunks == 1:
         return run_chunk(tokens)
-    # The gradients of the chunks are added up in the dtype of the matrices.
-    sum_dtype = experts.execution.numerics.reduce_dtype
-    matrices = [w.astype(sum_dtype) for w in experts.matrices]
-    experts = experts._replace(matrices=matrices)
+    # The gradients of the chunks are added up, in float32.
+    experts = experts._replace(
+        matrices=[w.astype(jnp.float32) for w in experts.matrices]
+    )
     chunked = [x.reshape(num_chunks, n // num_chunks, x.shape[-1]) for x in tokens]
     y, counts = jax.lax.map(jax.checkpoint(run_chunk), Tokens._make(chunked))
     counts = jax.tree.map(lambda c: jnp.sum(c, axis=0), counts)
@@ -144,10 +144,7 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     excess_S = jnp.maximum(most_copies_S - C, jax.lax.psum(rows_S, axes) - R)
     # All devices must take the same branch, because both branches communicate.
     excess = jax.lax.pmax(jnp.max(excess_S), execution.placement.layer_batch_axes)
-    # The backward pass computes again what the branch needs that was taken. Otherwise
-    # the forward pass would save the arrays of both branches.
-    branches = jax.checkpoint(send), jax.checkpoint(gather)
-    return jax.lax.cond(excess <= 0, *branches, tokens)
+    return jax.lax.cond(excess <= 0, send, gather, tokens)
 
 
 def _make_copies(

@@ -112,12 +112,11 @@ def choose_form(
         # The exponentials need no more memory than the gradient [D, V] of the tiles,
         # and the logits of a piece less than the float32 gradient of x [N, D].
         return LossForm(smallest, _piece_size(config.vocab_rows, D // 2))
-    widths = config.mlp_size + D
-    if config.expert_layers:  # A token has a row for each of its experts.
-        k = config.experts_per_token
-        widths = max(widths, k * (config.expert_size + D))
+    hidden = config.mlp_size
+    if config.expert_layers:
+        hidden = max(hidden, config.experts_per_token * config.expert_size)
     # At its peak, a layer's backward pass holds about six arrays of each width.
-    layer_bytes = 12 * B * T * widths
+    layer_bytes = 12 * B * T * (hidden + D)
     tokens = (layer_bytes / V - 6 * D) / 4  # 6 D V bytes: the weight and its gradient
     positions = int(min(tokens, _TILE_TOKENS)) // B
     return LossForm(max(smallest, largest_divisor(T, max(1, positions))))
