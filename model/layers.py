@@ -266,12 +266,12 @@ class MLP(nnx.Module):
         if self.gate is not None:
             gate_BTF = self.gate.multiply(x_BTD, execution, call)
             gate_BTF = saveable(gate_BTF, "mlp_gate")
-        activate = self._activate
+        run = self._activate
         if execution.placement.platform == "gpu" and execution.remat == "none":
             # Otherwise XLA:GPU stores the sum with the bias, and the derivative, as
             # further arrays of this size.
-            activate = jax.checkpoint(activate)
-        h_BTF = activate(h_BTF, gate_BTF)
+            run = jax.checkpoint(run)
+        h_BTF = run(h_BTF, gate_BTF)
         h_BTF = execution.placement.constrain(h_BTF, "batch", "seq", "mlp")
         return self.down(h_BTF, execution, call)
 

@@ -50,8 +50,9 @@ GPT2 += ["model.max_sequence_length=null", "mesh=fsdp", f"data.batch_size={8 * R
 LLAMA = ["model=llama3_1b", "model.embed_dim=512", "model.mlp_dim=768"]
 LLAMA += ["model.num_kv_heads=2", "mesh=fsdp_tensor", f"data.batch_size={4 * ROWS}"]
 LLAMA += ["model.window=300", "model.layer_pattern=[local,global]"]
-LATENT = ["model=deepseek_v2_lite", "model.dense_layers=2", "model.embed_dim=256"]
-LATENT += ["model.mlp_dim=768", "mesh=fsdp", f"data.batch_size={8 * ROWS}"]
+LATENT = ["model=deepseek_v2_lite", "model.dense_layers=1", "model.embed_dim=256"]
+LATENT += ["model.num_experts=8", "model.expert_dim=128", "model.mlp_dim=768"]
+LATENT += ["mesh=fsdp", f"data.batch_size={8 * ROWS}"]
 STEPS = {  # Head dims are 64 and 128, with 4 and 2 key/value heads.
     "gpt2": GPT2,
     "gpt2_unmasked": [*GPT2, "data.document_mask=false"],
@@ -344,7 +345,8 @@ def test_every_backward_kernel_is_asked_to_be_deterministic(deterministic):
 def test_each_norm_of_a_layer_is_one_kernel_forward_and_one_backward(compiled):
     kernels = re.findall(r'part\.norm/(\w+)_norm/pallas_call"', compiled["gpt2"].text)
     assert {*kernels} == {"forward", "backward"}
-    assert "_norm/pallas_call" not in compiled["llama"].text  # The rows are sharded.
+    # XLA cannot partition a kernel over `tensor`.
+    assert "_norm/pallas_call" not in compiled["llama"].text
 
 
 def test_the_sum_with_a_bias_is_not_stored(compiled):

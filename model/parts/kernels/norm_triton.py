@@ -6,7 +6,6 @@ and makes three kernels and an addition of the backward pass (docs/log/gpu.md).
 Shapes: N rows, D dims of a row, P programs, R rows of a program at once.
 """
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,7 +72,7 @@ def _forward(options: _Options, x, scale_D, bias_D):
     x_ND = x.reshape(-1, D)
     shape = jax.ShapeDtypeStruct(x_ND.shape, x.dtype)
     blocks = pl.cdiv(len(x_ND), _rows_at_once(D))
-    vectors = _vectors(scale_D, bias_D)
+    vectors = [v.astype(jnp.float32) for v in (scale_D, bias_D) if v is not None]
     y_ND = _call(_forward_kernel, options, shape, blocks)(x_ND, *vectors)
     return (x, y_ND.reshape(x.shape)), (x, scale_D, bias_D)
 
@@ -98,10 +97,6 @@ def _backward(options: _Options, residuals, cotangents):
 
 
 _normalize.defvjp(_forward, _backward)
-
-
-def _vectors(scale_D: jax.Array, bias_D: jax.Array | None) -> list[jax.Array]:
-    return [v.astype(jnp.float32) for v in (scale_D, bias_D) if v is not None]
 
 
 def _call(
@@ -130,7 +125,7 @@ def _rows_at_once(D: int) -> int:
 
 def _padded(D: int) -> int:
     """Return the smallest power of two from D on: Triton's arrays have such sizes."""
-    return 1 << math.ceil(math.log2(D))
+    return 1 << (D - 1).bit_length()
 
 
 def _forward_kernel(x_ref, scale_ref, *refs, options: _Options):
@@ -195,7 +190,7 @@ def _normalize_rows(
 
 
 def _mean(x_RD: jax.Array, D: int) -> jax.Array:
-    """Return the mean of D elements of each row; others are zero."""
+    """Return the mean of the first D elements of each row. All others are zero."""
     return (jnp.sum(x_RD, axis=1) / D)[:, None]
 
 

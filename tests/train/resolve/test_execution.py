@@ -39,6 +39,22 @@ def test_what_cudnn_cannot_do_on_a_gpu_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("platform", "overrides", "has_kernel"),
+    [
+        ("gpu", [], True),
+        ("gpu", ["runtime.gpu_tuning=false"], False),
+        ("gpu", ["model.embed_dim=12288", "model.head_dim=64"], False),
+        ("cpu", [], False),
+    ],
+)
+def test_a_tuned_gpu_has_a_kernel_of_norms(configure, platform, overrides, has_kernel):
+    device = SimpleNamespace(platform=platform, device_kind=H100)
+    config = configure(["model.compute_dtype=auto", *overrides])
+    choice = ExecutionChoice(config, device, dict.fromkeys(MESH_AXES, 1))
+    assert (choice.execution().normalize is not None) is has_kernel
+
+
+@pytest.mark.parametrize(
     ("platform", "layers", "axis", "typed", "unroll"),
     [
         ("gpu", 16, "data", "null", -1),

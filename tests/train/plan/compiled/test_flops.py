@@ -78,3 +78,17 @@ def test_a_call_that_may_multiply_is_known_or_named(target, name, kernel, unknow
     module = read_module(in_one(f"  %a = f32[8] parameter(0)\n  {call}{metadata}"))
     assert is_kernel(module.entry.root) is kernel
     assert count_flops(module.executed).unknown == ((target,) if unknown else ())
+
+
+@pytest.mark.parametrize(
+    ("name", "unknown"),
+    [("part.norm/backward_norm/pallas_call", 0), ("part.other/pallas_call", 1)],
+)
+def test_a_kernel_of_a_norm_multiplies_no_matrices(name, unknown):
+    text = in_one(
+        "  %a = bf16[16,64] parameter(0)\n"
+        "  ROOT %c = bf16[16,64] custom-call(%a), "
+        'custom_call_target="__gpu$xla.gpu.triton", '
+        f'metadata={{op_name="jit(step)/{name}"}}'
+    )
+    assert len(count_flops(read_module(text).executed).unknown) == unknown
