@@ -23,6 +23,10 @@ def partition_spec(
 ) -> PartitionSpec:
     """Return the PartitionSpec of an array with these logical axes.
 
+    A list of mesh axes leaves out an axis that is the whole rule of another dim. If
+    `embed` has [fsdp, expert] and `experts` has expert, then a stack of experts'
+    matrices has its embed dim on fsdp alone.
+
     Raises ValueError if an axis is missing from the table, or if two dims would be
     sharded over one mesh axis.
     """
@@ -33,6 +37,8 @@ def partition_spec(
             f"its kind in configs/mesh/rules.yaml, with null for replicated"
         )
     entries = tuple(None if axis is None else table[axis] for axis in axes)
+    whole_rules = {axes[0] for axes in map(mesh_axes, entries) if len(axes) == 1}
+    entries = tuple(_leave_out(whole_rules, entry) for entry in entries)
     used_axes = [axis for entry in entries for axis in mesh_axes(entry)]
     repeated = {axis for axis in used_axes if used_axes.count(axis) > 1}
     if repeated:
@@ -41,6 +47,14 @@ def partition_spec(
             f"{sorted(repeated)[0]!r}; change one of their rules"
         )
     return PartitionSpec(*entries)
+
+
+def _leave_out(left_out: set[str], entry: MeshAxes) -> MeshAxes:
+    """Return an entry of several mesh axes without some of them."""
+    axes = mesh_axes(entry)
+    if len(axes) < 2:
+        return entry
+    return tuple(axis for axis in axes if axis not in left_out)
 
 
 RuleTable = tuple[tuple[str, MeshAxes], ...]

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,21 @@ def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
         )
         raise ConfigError([Mistake("mesh", text, rule)])
     return sizes
+
+
+def with_dividing_rules(
+    mesh: MeshConfig, sizes: Mapping[str, int], embed_dim: int
+) -> MeshConfig:
+    """Return a mesh config whose axes divide the embed dim, if that needs no `expert`.
+
+    Parameters that belong to no expert are sharded over the axis `expert` too. If it
+    does not divide their embed dim, the devices of this axis have equal copies.
+    """
+    axes = listed(mesh.params.get("embed"))
+    if embed_dim % math.prod(sizes.get(axis, 1) for axis in axes) == 0:
+        return mesh
+    kept_axes = [axis for axis in axes if axis != "expert"]
+    return replace(mesh, params={**mesh.params, "embed": kept_axes})
 
 
 def pipeline_of(mesh: MeshConfig, train: TrainConfig, stages: int) -> PipelineSchedule:
@@ -140,6 +156,7 @@ def check_dims(model: ModelConfig, mesh: MeshConfig, sizes: Mapping[str, int]) -
     The dims of each parameter are checked when it is sharded (`param_specs`).
     """
     mistakes = list[Mistake]()
+    mesh = with_dividing_rules(mesh, sizes, model.embed_dim)
     dims = [SharedDim("embed", "embed_dim", model.embed_dim)]
     for mixer in dict.fromkeys(model.mixers):
         dims += kinds_of(model)[mixer].dims(model)

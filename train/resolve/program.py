@@ -38,6 +38,7 @@ from train.resolve.mesh_sizes import (
     check_pipeline,
     least_sizes,
     pipeline_of,
+    with_dividing_rules,
 )
 from train.resolve.optimizer import make_optimizer
 from train.resolve.sharding import param_specs
@@ -132,6 +133,8 @@ def make_program(
     data = config.data
     train = config.train
     sizes = least_sizes(config.mesh, len(devices))
+    mesh = with_dividing_rules(config.mesh, sizes, config.model.embed_dim)
+    config = replace(config, mesh=mesh)
     check_added_parts(config.model, train)
     parts = parts_of(config.model)
     model = abstract_gpt(config.model, parts)

@@ -25,7 +25,7 @@ def test_parameters_have_the_shardings_of_the_table(programs):
         spec = PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in axes))
         expected = NamedSharding(program.mesh, spec)
         assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
-    specs = {name: leaf.sharding.spec for name, leaf in named(program.state.params)}
+    specs = specs_of(program)
     assert specs["layers.0.0.mlp.up.weight"] == PartitionSpec(
         "pipeline", "fsdp", "tensor"
     )
@@ -48,6 +48,30 @@ def test_all_that_does_not_divide_is_listed_at_once(programs):
     assert value == "fsdp"
     assert "embed dim 30 of" in rule
     assert "on 4 devices" in rule
+
+
+def test_what_is_no_expert_is_sharded_over_the_axis_of_experts_too(programs):
+    moe = ("model=moe_nano", "mesh.fsdp=2", "mesh.expert=4")
+    specs = specs_of(programs([*moe, "model.embed_dim=128"], devices=8))
+    assert specs["embedding.weight"][1] == ("fsdp", "expert")
+    assert specs["layers.0.0.attention.query.weight"][1] == ("fsdp", "expert")
+    assert experts_spec(specs)[1:3] == ("expert", "fsdp")
+
+
+def test_an_axis_of_experts_that_does_not_divide_the_embed_dim_keeps_copies(programs):
+    moe = ("model=moe_nano", "mesh.fsdp=2", "mesh.expert=4")
+    narrow = ("model.embed_dim=12", "model.num_heads=2", "model.head_dim=8")
+    specs = specs_of(programs([*moe, *narrow], devices=8))
+    assert specs["layers.0.0.attention.query.weight"][1] == "fsdp"
+    assert experts_spec(specs)[1:3] == ("expert", "fsdp")
+
+
+def experts_spec(specs: dict[str, PartitionSpec]) -> PartitionSpec:
+    return next(spec for name, spec in specs.items() if name.endswith(".mlp.up"))
+
+
+def specs_of(program) -> dict[str, PartitionSpec]:
+    return {name: leaf.sharding.spec for name, leaf in named(program.state.params)}
 
 
 def test_a_missing_rule_and_two_dims_on_one_axis_are_listed_at_once(programs):
