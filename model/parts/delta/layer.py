@@ -117,9 +117,16 @@ class GatedDeltaNet(nnx.Module):
 
         def mix(projections: tuple[jax.Array, ...], z_BTNV: jax.Array, cache):
             pieces = row_pieces(execution)
-            compute = execution.numerics.compute_dtype
+            on_tpu = execution.placement.platform == "tpu"
             o_BTNV, cache = self._apply_rule(
-                projections, call.segment_ids_BT, cache, pieces=pieces, compute=compute
+                projections,
+                call.segment_ids_BT,
+                cache,
+                pieces=pieces,
+                compute=execution.numerics.compute_dtype,
+                # XLA:TPU keeps the arrays of one chunk in a core's own memory. A GPU
+                # would start hundreds of small kernels.
+                chunks_at_once=1 if on_tpu else None,
             )
             o_BTNV = self.output_norm(o_BTNV) * jax.nn.silu(z_BTNV.astype(jnp.float32))
             return o_BTNV.astype(x_BTD.dtype), cache
@@ -139,6 +146,7 @@ class GatedDeltaNet(nnx.Module):
         *,
         pieces: RowPieces,
         compute: DTypeLike,
+        chunks_at_once: int | None,
     ) -> tuple[jax.Array, DeltaState | None]:
         """Return the float32 output of the rule [B, T, N, V], and the updated cache."""
         *qkv, g_BTN, beta_BTN = map(pieces.split, projections)
@@ -164,7 +172,7 @@ class GatedDeltaNet(nnx.Module):
                 state = partial(_state_before, pieces)
             else:
                 state = self._empty_state(B)
-            o_BTKRV, state = delta_rule(inputs, state, compute)
+            o_BTKRV, state = delta_rule(inputs, state, compute, chunks_at_once)
         if cache is not None:
             q, k, v = (x[:, -E:] for x in qkv)
             cache = cache._replace(

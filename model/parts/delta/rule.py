@@ -73,7 +73,10 @@ class AffineMap(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """All that the scan reads: arrays [M, ...], or those of one chunk."""
+    """All that the scan reads: arrays [M, ...], or those of one chunk.
+
+    What only products read is stored in the compute dtype, to which they round it.
+    """
 
     queries: Float[Array, "*M B K C H"]
     keys: Float[Array, "*M B K C H"]
@@ -84,29 +87,48 @@ class _Chunks(NamedTuple):
     decay_after: Float[Array, "*M B K R C"]  # e^(G_C - G)
     decay: Float[Array, "*M B K R"]  # e^(G_C)
 
+    @property
+    def unrounded(self) -> "_Chunks":
+        """The arrays in float32, so that products return float32."""
+        return jax.tree.map(lambda x: x.astype(jnp.float32), self)
+
 
 def delta_rule(
     inputs: DeltaInputs,
     state_before: State | Callable[[AffineMap], State],
     compute: DTypeLike,
+    chunks_at_once: int | None = None,
 ) -> tuple[Float[Array, "B T K R V"], State]:
     """Return the float32 output of T positions, and the state after them.
 
-    `state_before` is the float32 state before the first position. If other devices have
-    earlier positions of the rows, it is a function of the map of the T positions.
+    Args:
+        inputs: the operands.
+        state_before: the float32 state before the first position. If other devices have
+            earlier positions of the rows, it is a function of the map of the T
+            positions.
+        compute: the dtype of operands of products.
+        chunks_at_once: the largest number of chunks whose arrays are in memory at once.
+            The backward pass computes them again. None means all, which are kept.
     """
-    chunks = _prepare(inputs, compute)
     B, T, K, R, V = inputs.values.shape
+    groups = _split_into_groups(inputs, chunks_at_once)
     if callable(state_before):
-        state_before = state_before(_map_of(chunks, compute))
+        state_before = state_before(_map_of(groups, compute))
 
-    def step(state: jax.Array, chunk: _Chunks):
+    def run_group(state: jax.Array, group: DeltaInputs):
+        return jax.lax.scan(run_chunk, state, _prepare(group, compute))
+
+    def run_chunk(state: jax.Array, chunk: _Chunks):
+        chunk = chunk.unrounded
         o = product("bkch,bkrhv->bkrcv", chunk.queries, state, compute)
         state, new = _write(state, chunk, compute)
         new_o = product("bkrij,bkrjv->bkriv", chunk.scores, new, compute)
         return state, chunk.decay_before[..., None] * o + new_o
 
-    state, o_MBKRCV = jax.lax.scan(step, state_before, chunks)
+    if len(groups.starts) > 1:
+        run_group = jax.checkpoint(run_group)
+    state, o_GMBKRCV = jax.lax.scan(run_group, state_before, groups)
+    o_MBKRCV = o_GMBKRCV.reshape(-1, *o_GMBKRCV.shape[2:])
     o = jnp.moveaxis(o_MBKRCV, (0, 4), (1, 2)).reshape(B, -1, K, R, V)
     return o[:, :T], state
 
@@ -121,22 +143,29 @@ def _write(
     return chunk.decay[..., None, None] * state + written, new
 
 
-def _map_of(chunks: _Chunks, compute: DTypeLike) -> AffineMap:
-    """Return the map of all chunks, by running them on the state [I | 0]."""
-    *_, H = chunks.w.shape
-    _, B, K, R, _, V = chunks.u.shape
+def _map_of(groups: DeltaInputs, compute: DTypeLike) -> AffineMap:
+    """Return the map of all groups, by running them on the state [I | 0]."""
+    *_, H = groups.keys.shape
+    _, _, B, K, R, _, V = groups.values.shape
     state = jnp.broadcast_to(jnp.eye(H, H + V), (B, K, R, H, H + V))
-    widened = chunks._replace(u=jnp.pad(chunks.u, [(0, 0)] * 5 + [(H, 0)]))
-    state, _ = jax.lax.scan(
-        lambda state, chunk: (_write(state, chunk, compute)[0], None), state, widened
-    )
+
+    def run_group(state: jax.Array, group: DeltaInputs):
+        chunks = _prepare(group, compute)
+        widened = chunks._replace(u=jnp.pad(chunks.u, [(0, 0)] * 5 + [(H, 0)]))
+        return jax.lax.scan(run_chunk, state, widened)
+
+    def run_chunk(state: jax.Array, chunk: _Chunks):
+        return _write(state, chunk.unrounded, compute)[0], None
+
+    if len(groups.starts) > 1:
+        run_group = jax.checkpoint(run_group)
+    state, _ = jax.lax.scan(run_group, state, groups)
     return AffineMap(state[..., :H], state[..., H:])
 
 
-def _prepare(inputs: DeltaInputs, compute: DTypeLike) -> _Chunks:
-    """Compute for all chunks what does not depend on the state."""
-    q_MBKCH, k_MBKCH, v_MBKRCV = (_split(x, 1) for x in inputs[:3])
-    g_MBKRC, b_MBKRC, starts_MBC = (_split(x, 0) for x in inputs[3:])
+def _prepare(group: DeltaInputs, compute: DTypeLike) -> _Chunks:
+    """Compute for M chunks what does not depend on the state."""
+    q_MBKCH, k_MBKCH, v_MBKRCV, g_MBKRC, b_MBKRC, starts_MBC = group
     decays = _decays(g_MBKRC, starts_MBC)
     decay_before = decays[..., 1:, 0]
     D = decays[..., 1:, 1:]
@@ -147,11 +176,11 @@ def _prepare(inputs: DeltaInputs, compute: DTypeLike) -> _Chunks:
     scores = product("mbkih,mbkjh->mbkij", q_MBKCH, k_MBKCH, compute)
     rate, decayed_rate = (x[..., None, :] for x in (b_MBKRC, b_MBKRC * decay_before))
     return _Chunks(
-        queries=q_MBKCH,
-        keys=k_MBKCH,
-        scores=scores[:, :, :, None] * D,
+        queries=q_MBKCH.astype(compute),
+        keys=k_MBKCH.astype(compute),
+        scores=(scores[:, :, :, None] * D).astype(compute),
         u=_exact("mbkrij,mbkrjv->mbkriv", X * rate, v_MBKRCV),
-        w=_exact("mbkrij,mbkjh->mbkrih", X * decayed_rate, k_MBKCH),
+        w=_exact("mbkrij,mbkjh->mbkrih", X * decayed_rate, k_MBKCH).astype(compute),
         decay_before=decay_before,
         decay_after=decays[..., -1, 1:],
         decay=decays[..., -1, 0],
@@ -179,6 +208,15 @@ def _decays(g_MBKRC: jax.Array, starts_MBC: jax.Array) -> jax.Array:
         exponents += G[..., :, None] - G[..., None, :]
     # Mask before `exp`: the exponents of later positions are positive and large.
     return jnp.exp(jnp.where(visible[:, :, None, None], exponents, -jnp.inf))
+
+
+def _split_into_groups(inputs: DeltaInputs, chunks_at_once: int | None) -> DeltaInputs:
+    """Return arrays [groups, M, ...] of the chunks of each array."""
+    chunks = [_split(x, 1) for x in inputs[:3]] + [_split(x, 0) for x in inputs[3:]]
+    num_chunks = len(chunks[0])
+    limit = min(chunks_at_once or num_chunks, num_chunks)
+    M = next(m for m in range(limit, 0, -1) if num_chunks % m == 0)
+    return DeltaInputs._make(x.reshape(-1, M, *x.shape[1:]) for x in chunks)
 
 
 def _split(x: jax.Array, num_feature_dims: int) -> jax.Array:

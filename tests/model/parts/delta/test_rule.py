@@ -119,6 +119,40 @@ def test_gradients_equal_those_of_the_recurrence(case):
         assert error(grad, expected_grad) < 1e-5, name
 
 
+@pytest.mark.parametrize("chunks_at_once", [1, 2, 3])
+def test_groups_of_chunks_give_what_all_chunks_give(chunks_at_once):
+    """150 positions are three chunks, which two at once do not divide."""
+    inputs = draw("usual", 150)
+    inputs = inputs._replace(starts=inputs.starts.at[:, 90].set(True))
+
+    def loss(inputs: DeltaInputs, chunks_at_once: int | None):
+        o, state = delta_rule(inputs, empty_state(), jnp.float32, chunks_at_once)
+        return jnp.sum(o**2) + jnp.sum(state**2)
+
+    gradient = jax.jit(
+        jax.value_and_grad(loss, allow_int=True), static_argnames="chunks_at_once"
+    )
+    actual = gradient(inputs, chunks_at_once=chunks_at_once)
+    expected = gradient(inputs, chunks_at_once=None)
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        if a.dtype == jnp.float32:
+            assert error(a, b) < 1e-6
+
+
+def test_the_state_before_is_that_of_all_groups():
+    inputs = draw("usual", 150)
+    maps = []
+
+    def state_before(local_map):
+        maps.append(local_map)
+        return empty_state()
+
+    for chunks_at_once in (None, 1):
+        delta_rule(inputs, state_before, jnp.float32, chunks_at_once)
+    for a, b in zip(*maps, strict=True):
+        assert error(a, b) < 1e-6
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_single_positions_equal_chunks(case):
     inputs = draw(case, 70)
