@@ -112,11 +112,12 @@ def choose_form(
         # The exponentials need no more memory than the gradient [D, V] of the tiles,
         # and the logits of a piece less than the float32 gradient of x [N, D].
         return LossForm(smallest, _piece_size(config.vocab_rows, D // 2))
-    hidden = config.mlp_size
-    if config.expert_layers:
-        hidden = max(hidden, config.experts_per_token * config.expert_size)
+    widths = config.mlp_size + D
+    if config.expert_layers:  # A token has a row for each of its experts.
+        k = config.experts_per_token
+        widths = max(widths, k * (config.expert_size + D))
     # At its peak, a layer's backward pass holds about six arrays of each width.
-    layer_bytes = 12 * B * T * (hidden + D)
+    layer_bytes = 12 * B * T * widths
     tokens = (layer_bytes / V - 6 * D) / 4  # 6 D V bytes: the weight and its gradient
     positions = int(min(tokens, _TILE_TOKENS)) // B
     return LossForm(max(smallest, largest_divisor(T, max(1, positions))))

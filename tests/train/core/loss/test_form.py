@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from model.axes import AxisRules
+from model.choices import Mlp
 from model.execution import Execution, Numerics
 from model.placement import Placement
 from train.core.loss.form import LossForm, choose_form
@@ -65,6 +66,14 @@ def test_few_tokens_take_pieces_and_many_take_tiles(form):
         str(many_tokens)
         == f"{many_tokens.positions:,} positions of each row and all ids at once"
     )
+
+
+def test_a_token_with_many_experts_leaves_room_for_a_large_tile(form):
+    """A layer that holds ten rows of a token needs more than the logits of a tile."""
+    sizes = {"embed_dim": 2048, "mlp_dim": 512, "expert_dim": 512}
+    experts = {**sizes, "mlp": Mlp.moe, "num_experts": 64, "vocab_size": 151936}
+    assert form((4, 4096), experts_per_token=1, **experts) == LossForm(128)
+    assert form((4, 4096), experts_per_token=10, **experts) == LossForm(1024)
 
 
 @pytest.mark.parametrize(
