@@ -12,14 +12,17 @@ from model.config import ModelConfig
 from model.mixer_catalog import kinds_of
 
 
-def branch_counts(model: ModelConfig | None, part: str, count: int) -> tuple[int, int]:
+def branch_counts(
+    model: ModelConfig | None, part: str, count: float
+) -> tuple[float, float]:
     """Return how often a conditional takes its false and its true branch.
 
     A conditional that is none of these three is assumed to take its true branch.
 
     `part` is the outermost part of the model around the conditional, or "" around whole
     layers. The `count` executions of the conditional are divided as all layers of the
-    model are, also in a loop over some of them. `model` may be None.
+    model are, also in a loop over some of them. So a loop of three trips may take a
+    branch half a time. `model` may be None.
     """
     flags: Sequence[bool] = ()
     if model and part == "attention":
@@ -30,5 +33,5 @@ def branch_counts(model: ModelConfig | None, part: str, count: int) -> tuple[int
         flags = model.high_precision_flags
     if len({*flags}) < 2:
         return 0, count
-    num_true = round(count * sum(flags) / len(flags))
+    num_true = count * sum(flags) / len(flags)
     return count - num_true, num_true

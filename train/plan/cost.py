@@ -96,7 +96,7 @@ class CollectiveTotal:
     axes: tuple[str, ...]
     network: str
     kind: str
-    count: int
+    count: float
     payload: int
     sent: float
     overlapped: float
@@ -201,7 +201,7 @@ def print_cost(cost: StepCost) -> None:
             " ".join(total.axes) or "none",
             total.network,
             total.kind,
-            f"{total.count:,}",
+            f"{round(total.count):,}",
             format_bytes(total.sent),
             f"{total.overlapped:.0%}",
         ]

@@ -11,7 +11,7 @@ copies between memories take no time, and inner loops run all their trips at onc
 the simulated times are the shortest that the schedule allows.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -107,14 +107,14 @@ def _average_kernel_seconds(
     module: Module, section: SectionCost, rates: Rates
 ) -> dict[str, float]:
     """Return the average seconds of a section's kernels, by kind of span."""
-    executions = Counter[str]()
+    executions = defaultdict[str, float](float)
     for executed in module.executed:
         if section_of(scope_of(executed, executed.instruction)) == section.name:
             for inner in executed.instruction.with_nested:
                 executions[_kernel_kind(inner)] += executed.count
     flops = {ATTENTION: section.flops.attention, PRODUCT: section.flops.grouped}
     return {
-        kind: total / max(1, executions[kind]) / rates.flops
+        kind: total / (executions[kind] or 1) / rates.flops
         for kind, total in flops.items()
     }
 

@@ -44,7 +44,7 @@ class Collective:
     name: str
     kind: str  # one of KINDS
     group: Group
-    count: int
+    count: float
     payload: int
     sent: float
     scope: str
@@ -83,7 +83,7 @@ def sum_collectives(
                 group.network,
                 collective.kind,
                 count=count,
-                payload=count * payload,
+                payload=round(count * payload),
                 sent=count * collective.sent * payload / max(1, collective.payload),
                 overlapped=float(collective.is_overlapped),
                 serves=use,

@@ -26,7 +26,7 @@ def count_memory_traffic(all_executed: Iterable[Executed]) -> HbmBytes:
     """Return the memory traffic of products and of all other instructions."""
     total = HbmBytes()
     for executed in all_executed:
-        num_bytes = executed.count * memory_traffic(executed.instruction)
+        num_bytes = round(executed.count * memory_traffic(executed.instruction))
         in_products = num_bytes if multiplies(executed.instruction) else 0
         total += HbmBytes(products=in_products, others=num_bytes - in_products)
     return total

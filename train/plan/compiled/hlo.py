@@ -164,7 +164,7 @@ class Executed:
     """A scheduled instruction, which is not inside a fusion."""
 
     instruction: Instruction
-    count: int  # executions in one run of the program
+    count: float  # executions in one run of the program, on average
     loops: tuple[Loop, ...]  # outermost first
 
 

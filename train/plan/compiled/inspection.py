@@ -1,7 +1,7 @@
 """Summarise a compiled step: updates in place, kernels and the largest buffers."""
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ def inspect(
     # The program's first line lists the results that are updated in place.
     aliased = {int(number or 0) for number in _ALIAS.findall(text.partition("\n")[0])}
     module = read_module(text, model)
-    kernels = Counter[str]()
+    kernels = defaultdict[str, float](float)
     for executed in module.executed:
         for inner in executed.instruction.with_nested:
             if inner.opcode == "custom-call":
@@ -73,7 +73,11 @@ def inspect(
             updated=[name for i, name in enumerate(state) if i in aliased],
             others=[name for i, name in enumerate(state) if i not in aliased],
         ),
-        kernels={name: n for name, n in kernels.most_common() if name not in _MARKERS},
+        kernels={
+            name: round(kernels[name])
+            for name in sorted(kernels, key=kernels.__getitem__, reverse=True)
+            if name not in _MARKERS
+        },
         buffers=_largest_buffers(module),
     )
 

@@ -45,7 +45,7 @@ def read_module(text: str, model: ModelConfig | None = None) -> Module:
 
 def _list_executed(
     computation: Computation,
-    count: int,
+    count: float,
     loops: tuple[Loop, ...],
     model: ModelConfig | None,
 ) -> None:
@@ -66,8 +66,8 @@ def _list_executed(
 
 
 def _counts_of_branches(
-    conditional: Instruction, count: int, model: ModelConfig
-) -> list[int]:
+    conditional: Instruction, count: float, model: ModelConfig
+) -> list[float]:
     """Return the executions of each branch, of which the first is the false one.
 
     If XLA renamed a conditional, its part of the model is the one that all instructions

@@ -33,7 +33,7 @@ class Dim(NamedTuple):
 class StepPosition(NamedTuple):
     """How often an operation runs in a step, and the names of all scopes around it."""
 
-    count: int
+    count: float
     scope: str
 
     @property

@@ -96,8 +96,8 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
             passed = {a for a in operands | results if a.from_batch}
             passed |= operands if op.position.in_layers else set()
             count = op.position.count
-            moved = count * sum(array.bytes for array in operands | results)
-            others = count * sum(array.bytes for array in passed)
+            moved = round(count * sum(array.bytes for array in operands | results))
+            others = round(count * sum(array.bytes for array in passed))
             if op.work:
                 hbm_bytes = HbmBytes(moved, others)
             else:
@@ -156,7 +156,7 @@ def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
             if array.from_batch and array.size >= step.tokens
             if array.on_host is on_host and not loop.position.is_backward
         ]
-        total += loop.position.count * loop.trips * sum(saved)
+        total += round(loop.position.count * loop.trips * sum(saved))
     return total // step.microbatches
 
 

@@ -55,7 +55,7 @@ class Walk:
         self,
         sizes: Mapping[str, int],
         platform: str,
-        count: int = 1,
+        count: float = 1,
         model: ModelConfig | None = None,
     ):
         """Start a program that runs `count` times; its model decides about branches."""

@@ -117,3 +117,11 @@ def test_branches_are_taken_as_often_as_the_model_says(name, inside, no, yes):
         e.instruction.name: e.count for e in read_module(text).executed
     }
     assert counts_without_model["g"] == counts_without_model["n"] == 8
+
+
+def test_a_loop_of_few_trips_takes_a_branch_a_fraction_of_a_time():
+    name = "jvp(layers)/part.attention/cond"
+    trips = TRIPS.replace('"8"', '"2"')
+    text = BRANCHES.format(name=name, inside="jvp(layers)", trips=trips)
+    counts = {e.instruction.name: e.count for e in read_module(text, MODEL).executed}
+    assert (counts["g"], counts["n"]) == (0.5, 1.5)
