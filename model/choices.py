@@ -285,12 +285,15 @@ class ExpertExchange(StrEnum):
     """How tokens reach experts on other devices (model/parts/experts/experts.py).
 
     `all_gather`: each device gathers all tokens. `ragged`: only the rows that an expert
-    needs are sent. `auto`: on TPUs, whichever sends fewer bytes; otherwise, all_gather.
+    needs are sent. `all_to_all`: those rows are sent in pieces of equal size.
+    `auto`: ragged on TPUs and all_to_all on GPUs if they send fewer rows; otherwise
+    all_gather.
     """
 
     auto = "auto"
     all_gather = "all_gather"
     ragged = "ragged"
+    all_to_all = "all_to_all"
 
 
 class Grouped(StrEnum):

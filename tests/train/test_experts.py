@@ -21,6 +21,7 @@ MOE = (
     *("model.bias=true", "model.activation=clamped_swiglu"),
 )
 SENT = "mesh.expert_exchange=ragged"
+IN_PIECES = "mesh.expert_exchange=all_to_all"
 FORCED = {
     "choice": None,
     "one device's": [9.0] * 3 + [0.0] * 5,
@@ -45,6 +46,11 @@ FORCED = {
             marks=pytest.mark.slow,
         ),
         pytest.param(("mesh.expert=8", SENT), marks=pytest.mark.slow),
+        pytest.param(
+            ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", IN_PIECES),
+            marks=pytest.mark.slow,
+        ),
+        ("mesh.fsdp=2", "mesh.expert=4", "train.remat=full", IN_PIECES),
     ],
     ids=" ".join,
 )
@@ -65,13 +71,14 @@ def test_gradients_are_those_of_one_device(gradients, mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("exchange", [SENT, IN_PIECES])
 @pytest.mark.parametrize("expert", [2, 4])
-def test_a_token_may_have_many_experts_on_a_device(gradients, expert):
+def test_a_token_may_have_many_experts_on_a_device(gradients, expert, exchange):
     """The device has several copies of such a token, or fewer copies than experts."""
     overrides = (*MOE, "model.experts_per_token=6")
     loss, grads, _ = gradients([*overrides, "mesh=single"], devices=1)
     actual = gradients(
-        [*overrides, f"mesh.fsdp={8 // expert}", f"mesh.expert={expert}", SENT]
+        [*overrides, f"mesh.fsdp={8 // expert}", f"mesh.expert={expert}", exchange]
     )
     assert actual[0] == pytest.approx(loss, rel=1e-5)
     assert distance(actual[1], grads) < 1e-5
@@ -83,7 +90,8 @@ def test_a_token_may_have_many_experts_on_a_device(gradients, expert):
         ("tpu", 2, "auto", "all_gather"),  # a token has three experts
         ("tpu", 4, "auto", "ragged"),
         ("cpu", 4, "auto", "all_gather"),
-        ("gpu", 4, "auto", "all_gather"),
+        ("gpu", 2, "auto", "all_gather"),
+        ("gpu", 4, "auto", "all_to_all"),
         ("cpu", 2, "ragged", "ragged"),
         ("tpu", 4, "all_gather", "all_gather"),
     ],

@@ -65,7 +65,7 @@ RANK = {
 # make it: a config needs records, and only a model needs layers. Lower a limit when a
 # change allows it; raise it only for something that users get.
 MAX_REACHED_LINES = {
-    "model.gpt": 4_340,
+    "model.gpt": 4_350,
     "train.core.step": 6_710,
     "train.core.program": 7_210,
     "train.core.loop": 10_980,

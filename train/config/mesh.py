@@ -69,8 +69,9 @@ class MeshConfig:
     expert_exchange: Annotated[
         ExpertExchange,
         Doc(
-            "How tokens reach experts on other devices. auto: on TPUs the way that "
-            "sends fewer bytes, elsewhere all_gather."
+            "How tokens reach experts on other devices. auto: if expert has as many "
+            "devices as a token has experts, ragged on TPUs and all_to_all on GPUs; "
+            "otherwise all_gather."
         ),
     ] = ExpertExchange.auto
     pipeline_repeats: Annotated[

@@ -247,9 +247,9 @@ class ExecutionChoice:
         A device has n tokens, a token goes to k experts, and S devices share the
         experts. `all_gather` sends 2 n (S - 1) rows per device, and `ragged` at most
         2 n k (S - 1) / S rows, which pass through main memory once instead of once in
-        each chunk (model/parts/experts/exchange.py). On GPUs `ragged` must be set
-        explicitly: wrong gradients were reported (marin-community/marin#8077), and it
-        is untested there.
+        each chunk (model/parts/experts/exchange.py). `all_to_all` sends half as many
+        rows again. On GPUs `ragged` must be set explicitly: wrong gradients were
+        reported (marin-community/marin#8077), and it is untested there.
         """
         config = self.config
         device = self.device
@@ -272,10 +272,12 @@ class ExecutionChoice:
             raise ConfigError([Mistake("mesh.expert_exchange", setting.value, rule)])
         if setting is not ExpertExchange.auto:
             return setting
-        sends_less = devices >= config.model.experts_per_token
-        if sends_less and device.platform == "tpu" and not is_too_large:
+        if devices < config.model.experts_per_token:
+            return ExpertExchange.all_gather
+        if device.platform == "tpu" and not is_too_large:
             return ExpertExchange.ragged
-        return ExpertExchange.all_gather
+        is_gpu = device.platform == "gpu"
+        return ExpertExchange.all_to_all if is_gpu else ExpertExchange.all_gather
 
     def _kernel(self) -> Attention:
         """Return the attention kernel."""

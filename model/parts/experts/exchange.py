@@ -12,13 +12,16 @@ ragged: a ragged all-to-all sends tokens to their experts' devices, and another 
     the same device, which adds up their results. If a device would receive more copies
     or rows than `CAPACITY_FACTOR` times its equal share, all devices use all_gather
     instead, so that no token is dropped.
+all_to_all: as ragged, but each device sends an equal number of rows to each device,
+    `CAPACITY_FACTOR` times an equal share. Rows without a copy are zeros.
 
 Shapes: B batch, T time, n tokens, k experts per token, C copies of tokens, m experts
 per copy, R rows, D embed, F an expert's hidden dim, E experts per device, S devices.
 """
 
 import math
-from typing import assert_never
+from collections.abc import Callable
+from typing import NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +36,14 @@ from model.parts.experts.local_experts import (
     run_local_experts,
     sort_rows,
 )
-from model.parts.experts.rows import Route, from_rows, to_rows, travel
+from model.parts.experts.rows import (
+    Route,
+    cut_into_pieces,
+    from_rows,
+    swap_pieces,
+    to_rows,
+    travel,
+)
 
 # The capacity of a device, in copies and in rows, divided by its equal share of them.
 CAPACITY_FACTOR = 1.5
@@ -46,11 +56,12 @@ def run_on_device(tokens: Tokens, experts: LocalExperts) -> Output:
     """Run a device's local tokens [B, T, ...] through the experts of all devices."""
     flat = Tokens._make(x.reshape(-1, x.shape[-1]) for x in tokens)
     match experts.execution.expert_exchange:
-        case ExpertExchange.ragged if experts.expert_axes:
-            output = _run_by_sending(flat, experts)
-        case ExpertExchange.ragged | ExpertExchange.all_gather | ExpertExchange.auto:
-            # Gathering communicates nothing if each device has all experts.
+        case ExpertExchange.all_gather | ExpertExchange.auto:
             output = _run_by_gathering(flat, experts)
+        case ExpertExchange.ragged | ExpertExchange.all_to_all:
+            # Gathering communicates nothing if each device has all experts.
+            run = _run_by_sending if experts.expert_axes else _run_by_gathering
+            output = run(flat, experts)
         case _:
             assert_never(experts.execution.expert_exchange)
     return output._replace(y=output.y.reshape(tokens.x.shape))
@@ -77,14 +88,28 @@ def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
 
     if num_chunks == 1:
         return run_chunk(tokens)
-    # The gradients of the chunks are added up, in float32.
-    experts = experts._replace(
-        matrices=[w.astype(jnp.float32) for w in experts.matrices]
-    )
+    # The gradients of the chunks are added up in the dtype of the matrices.
+    sum_dtype = experts.execution.numerics.reduce_dtype
+    matrices = [w.astype(sum_dtype) for w in experts.matrices]
+    experts = experts._replace(matrices=matrices)
     chunked = [x.reshape(num_chunks, n // num_chunks, x.shape[-1]) for x in tokens]
     y, counts = jax.lax.map(jax.checkpoint(run_chunk), Tokens._make(chunked))
     counts = jax.tree.map(lambda c: jnp.sum(c, axis=0), counts)
     return Output(y.reshape(tokens.x.shape), counts)
+
+
+class _Journey(NamedTuple):
+    """How copies of tokens travel to the devices of their experts, and back.
+
+    choice_R: the choice of each row that a device sends.
+    row_nk: the sent row of each choice, or an index behind the last row.
+    send, send_back: functions of rows; the rows that arrive are sorted by device.
+    """
+
+    choice_R: jax.Array
+    row_nk: jax.Array
+    send: Callable[[jax.Array], jax.Array]
+    send_back: Callable[[jax.Array], jax.Array]
 
 
 def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
@@ -95,21 +120,41 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     execution = experts.execution
     S = jax.lax.psum(1, axes)
     m = min(k, E, _EXPERTS_PER_COPY)
-    max_copies = S * n * -(-min(k, E) // m)
+    max_piece = n * -(-min(k, E) // m)
     max_rows = S * n * min(k, E)
-    share = n * _expected_copies(experts.config, S, m)
-    C = min(round(CAPACITY_FACTOR * share), max_copies)
+    share = CAPACITY_FACTOR * n * _expected_copies(experts.config, S, m)
+    has_pieces = execution.expert_exchange is ExpertExchange.all_to_all
+    P = min(math.ceil(share / S), max_piece)
+    C = S * P if has_pieces else min(round(share), S * max_piece)
     R = min(round(CAPACITY_FACTOR * n * k), max_rows)
-    emulated = execution.grouped is Grouped.scan  # Only CPUs use the scan kernel.
     device_nk = tokens.experts // E
     copy_device_nk, served = _make_copies(device_nk, S, m)
     copy_nk, order, copies_S = sort_rows(copy_device_nk, S)
-    order = order[:C]
     copies_SS = jax.lax.all_gather(copies_S[None], axes, tiled=True)
 
-    def send(tokens: Tokens) -> Output:
+    def plan_journey() -> _Journey:
+        if has_pieces:
+            pieces = cut_into_pieces(order, copy_nk, copy_device_nk, copies_S, P)
+            choice_R, row_nk, is_used_R1 = pieces
+            return _Journey(
+                choice_R,
+                row_nk,
+                lambda x: swap_pieces(jnp.where(is_used_R1, x, 0), axes),
+                lambda y: swap_pieces(y, axes),
+            )
+        choice_R = order[:C]
         route = Route.to_devices(copies_SS, axes)
-        capacities = (order.size, C)
+        capacities = (choice_R.size, C)
+        emulated = execution.grouped is Grouped.scan  # Only CPUs use the scan kernel.
+        return _Journey(
+            choice_R,
+            copy_nk,
+            lambda x: travel(x, route, capacities, axes, emulated),
+            lambda y: travel(y, route.reverse(), capacities[::-1], axes, emulated),
+        )
+
+    def send(tokens: Tokens) -> Output:
+        choice_R, row_nk, send, send_back = plan_journey()
         # Zero stands for no expert. float32 holds the numbers exactly.
         labels = [
             jnp.sum(jnp.where(served_kkn, x_nk.T[None], 0), axis=1)
@@ -117,34 +162,36 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
             for served_kkn in served
         ]
         labels = jnp.stack(labels, axis=-1).swapaxes(0, 1).reshape(n * k, 2 * m)
-        sent = (
-            to_rows(tokens.x, order // k, copy_nk),
-            to_rows(labels, order, copy_nk.reshape(-1, 1)),
-        )
-        x_CD, labels = (
-            jnp.asarray(travel(x, route, capacities, axes, emulated)) for x in sent
-        )
+        x_CD = send(to_rows(tokens.x, choice_R // k, row_nk))
+        labels = send(to_rows(labels, choice_R, row_nk.reshape(-1, 1)))
         numbers, weights = jnp.split(labels, 2, axis=-1)
         numbers = numbers.astype(jnp.int32) - 1 - E * jax.lax.axis_index(axes)
         received = Tokens(x_CD, numbers, weights)
         output = run_local_experts(received, experts, capacity=R)
-        y_CD = travel(output.y, route.reverse(), capacities[::-1], axes, emulated)
-        output = output._replace(y=from_rows(y_CD, order // k, copy_nk))
-        output = experts.reduce(output)
+        y_RD = from_rows(send_back(output.y), choice_R // k, row_nk)
+        output = experts.reduce(output._replace(y=y_RD))
         y_nD = add_bias(output.y, tokens, experts.biases[-1:], execution)
         return output._replace(y=y_nD)
 
     def gather(tokens: Tokens) -> Output:
         return _run_by_gathering(tokens, experts)
 
-    if (max_copies, max_rows) == (C, R):
+    is_worst_case_small = (S * max_piece, max_rows) == (C, R)
+    if is_worst_case_small:
         return send(tokens)
     rows_S = jnp.sum(device_nk[..., None] == jnp.arange(S)[None, None], axis=(0, 1))
-    most_copies_S = jnp.maximum(jnp.sum(copies_SS, axis=0), jnp.sum(copies_SS, axis=1))
-    excess_S = jnp.maximum(most_copies_S - C, jax.lax.psum(rows_S, axes) - R)
+    if has_pieces:
+        excess_S = jnp.max(copies_SS, axis=0) - P
+    else:
+        sums = jnp.sum(copies_SS, axis=0), jnp.sum(copies_SS, axis=1)
+        excess_S = jnp.maximum(*sums) - C
+    excess_S = jnp.maximum(excess_S, jax.lax.psum(rows_S, axes) - R)
     # All devices must take the same branch, because both branches communicate.
     excess = jax.lax.pmax(jnp.max(excess_S), execution.placement.layer_batch_axes)
-    return jax.lax.cond(excess <= 0, send, gather, tokens)
+    # The backward pass computes again what the branch needs that was taken. Otherwise
+    # the forward pass would save the arrays of both branches.
+    branches = jax.checkpoint(send), jax.checkpoint(gather)
+    return jax.lax.cond(excess <= 0, *branches, tokens)
 
 
 def _make_copies(

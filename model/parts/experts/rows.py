@@ -2,8 +2,9 @@
 
 Each token has k rows, one for each of its experts, or for each of its copies to
 devices. All rows are sorted by expert, or by device. `to_rows` copies tokens to rows,
-`from_rows` adds up each token's rows, and `travel` sends rows to devices or back. The
-gradient of each operation is one of these operations, so that no gradient is a scatter.
+`from_rows` adds up each token's rows, and `travel` and `swap_pieces` send rows to
+devices or back. The gradient of each operation is one of these operations, so that no
+gradient is a scatter.
 
 Shapes: n tokens, k rows of each, R rows, D embed, S devices, each of which sends a
 piece of rows to each device.
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 
 @jax.custom_vjp
@@ -53,6 +54,45 @@ def _from_rows_backward(indices: tuple[jax.Array, jax.Array], dy_nD: jax.Array):
 
 to_rows.defvjp(_make_forward(to_rows), _to_rows_backward)
 from_rows.defvjp(_make_forward(from_rows), _from_rows_backward)
+
+
+def cut_into_pieces(
+    choice_R: Int[Array, "R"],
+    row_nk: Int[Array, "n k"],
+    device_nk: Int[Array, "n k"],
+    sizes_S: Int[Array, "S"],
+    piece: int,
+) -> tuple[Int[Array, "P"], Int[Array, "n k"], Bool[Array, "P 1"]]:
+    """Move rows that are sorted by device to pieces of equal size, one a device.
+
+    Args:
+        choice_R: the choice of each row.
+        row_nk: the row of each choice.
+        device_nk: the device of each choice, or S for a choice without a row.
+        sizes_S: the number of rows for each device.
+        piece: the number of rows of a piece. Further rows are left out.
+
+    Returns:
+        The choice of each of the P = S `piece` rows, the row of each choice or P, and
+        whether a row has a choice.
+    """
+    S = len(sizes_S)
+    starts_S = jnp.cumsum(sizes_S) - sizes_S
+    places = jnp.arange(piece)[None]
+    is_used_SP = places < sizes_S[:, None]
+    choice_SP = choice_R.at[starts_S[:, None] + places].get(mode="clip")
+    moved_S = piece * jnp.arange(S) - starts_S
+    moved_nk = row_nk + moved_S.at[device_nk].get(mode="clip")
+    moved_nk = jnp.where(device_nk < S, moved_nk, S * piece)
+    return choice_SP.reshape(-1), moved_nk, is_used_SP.reshape(-1, 1)
+
+
+def swap_pieces(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Send the i-th of S equal pieces of rows to device i of these mesh axes.
+
+    The pieces that arrive are sorted by sender.
+    """
+    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 class Pieces(NamedTuple):
@@ -135,11 +175,8 @@ def travel(
             recv_sizes=out.received_sizes,
             axis_name=axes,
         )
-    swap = partial(
-        jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
-    )
-    sender_starts = swap(out.starts)
-    starts = swap(out.receiver_starts)
+    sender_starts = swap_pieces(out.starts, axes)
+    starts = swap_pieces(out.receiver_starts, axes)
     rows = jnp.arange(capacity)[:, None]
     in_piece = (rows >= starts) & (rows < starts + out.received_sizes)
     sender = jnp.argmax(in_piece, axis=1)

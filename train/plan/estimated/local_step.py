@@ -125,8 +125,8 @@ class LocalStep:
         rows, _, sizes = grouped.operands
         num_local = sizes.dims[0].size
         k = model.experts_per_token
-        is_sent = execution.expert_exchange is ExpertExchange.ragged
-        if is_sent and num_local < model.num_experts:
+        is_gathered = execution.expert_exchange is ExpertExchange.all_gather
+        if not is_gathered and num_local < model.num_experts:
             return self.tokens * k / rows.dims[0].size
         return k * num_local / (model.num_experts * min(k, num_local))
 

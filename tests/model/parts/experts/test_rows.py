@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from model.parts.experts.rows import Route, travel
+from model.parts.experts.rows import Route, cut_into_pieces, travel
 
 S = 4
 R = 12
@@ -56,3 +56,17 @@ def test_rows_are_ordered_by_sender_and_return_in_order(sent, counts):
         np.testing.assert_array_equal(actual[: len(expected)], expected)
         assert not actual[len(expected) :].any()
     np.testing.assert_array_equal(returns.reshape(x.shape), x)
+
+
+def test_pieces_have_equal_sizes_and_leave_no_choice_out():
+    """Of eight choices, two have no row; three, one and two have devices 0, 1 and 2."""
+    device_nk = jnp.asarray([[0, 3], [2, 0], [1, 0], [3, 2]])
+    order = jnp.argsort(device_nk.reshape(-1))
+    row_nk = jnp.argsort(order).reshape(4, 2)
+    sizes = jnp.asarray([3, 1, 2])
+    choices, rows, is_used = cut_into_pieces(order, row_nk, device_nk, sizes, 4)
+    expected = [[0, 3, 5, -1], [4, -1, -1, -1], [2, 7, -1, -1]]
+    np.testing.assert_array_equal(
+        jnp.where(is_used[:, 0], choices, -1).reshape(3, 4), expected
+    )
+    np.testing.assert_array_equal(rows, [[0, 12], [8, 1], [4, 2], [12, 9]])
