@@ -21,6 +21,8 @@ _INSTRUCTION = re.compile(
 _ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 _CALLED = r" (?:calls|body|branch_computations)=(%[\w.-]+|\{.*?\})"
 _APPLIED = r" (?:to_apply|called_computations)=(%[\w.-]+|\{.*?\})"
+# A conditional on a truth value, on GPUs. Its text has the true branch first.
+_FALSE_AND_TRUE = (r" false_computation=(%[\w.-]+)", r" true_computation=(%[\w.-]+)")
 _OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
 
 
@@ -100,9 +102,13 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> "list[Computation]":
-        """The computations of a fusion, call or loop, or a conditional's branches."""
+        """The computations of a fusion, call or loop, or a conditional's branches.
+
+        The false branch precedes the true one.
+        """
         is_call = self.opcode in ("call", "call-start")
-        names = re.findall(r"%([\w.-]+)", self.find(_APPLIED if is_call else _CALLED))
+        patterns = (_APPLIED if is_call else _CALLED, *_FALSE_AND_TRUE)
+        names = re.findall(r"%([\w.-]+)", " ".join(map(self.find, patterns)))
         return [self.computation.module.computations[name] for name in names]
 
     @property

@@ -119,6 +119,19 @@ def test_branches_are_taken_as_often_as_the_model_says(name, inside, no, yes):
     assert counts_without_model["g"] == counts_without_model["n"] == 8
 
 
+def test_the_branches_of_a_truth_value_are_read_by_name():
+    """XLA:GPU writes the true branch first."""
+    name = "jvp(layers)/part.attention/cond"
+    text = BRANCHES.format(name=name, inside="jvp(layers)", trips=TRIPS)
+    text = text.replace(
+        "branch_computations={%no, %yes}",
+        "true_computation=%yes, false_computation=%no",
+    )
+    module = read_module(text, MODEL)
+    counts = {e.instruction.name: e.count for e in module.executed}
+    assert (counts["g"], counts["n"], module.unread) == (2, 6, [])
+
+
 def test_a_loop_of_few_trips_takes_a_branch_a_fraction_of_a_time():
     name = "jvp(layers)/part.attention/cond"
     trips = TRIPS.replace('"8"', '"2"')
