@@ -249,6 +249,12 @@ def test_the_traffic_and_compute_of_eight_gpus_are_read(compiled):
     assert flops.unknown == ()
 
 
+def test_all_branches_and_loops_are_read(compiled):
+    for name, result in compiled.items():
+        if result.error is None:
+            assert read_module(result.text).unread == [], name
+
+
 @pytest.mark.parametrize("name", ["float8", "float8_fsdp"])
 def test_linear_layers_multiply_float8_and_the_head_bfloat16(compiled, name):
     """All three products of a layer are float8, none bfloat16 after a conversion."""

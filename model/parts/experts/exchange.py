@@ -132,29 +132,13 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     copy_nk, order, copies_S = sort_rows(copy_device_nk, S)
     copies_SS = jax.lax.all_gather(copies_S[None], axes, tiled=True)
 
-    def plan_journey() -> _Journey:
+    def send(tokens: Tokens) -> Output:
         if has_pieces:
             pieces = cut_into_pieces(order, copy_nk, copy_device_nk, copies_S, P)
-            choice_R, row_nk, is_used_R1 = pieces
-            return _Journey(
-                choice_R,
-                row_nk,
-                lambda x: swap_pieces(jnp.where(is_used_R1, x, 0), axes),
-                lambda y: swap_pieces(y, axes),
-            )
-        choice_R = order[:C]
-        route = Route.to_devices(copies_SS, axes)
-        capacities = (choice_R.size, C)
-        emulated = execution.grouped is Grouped.scan  # Only CPUs use the scan kernel.
-        return _Journey(
-            choice_R,
-            copy_nk,
-            lambda x: travel(x, route, capacities, axes, emulated),
-            lambda y: travel(y, route.reverse(), capacities[::-1], axes, emulated),
-        )
-
-    def send(tokens: Tokens) -> Output:
-        choice_R, row_nk, send, send_back = plan_journey()
+            journey = _journey_in_pieces(*pieces, axes)
+        else:
+            journey = _ragged_journey(order[:C], copy_nk, copies_SS, C, experts)
+        choice_R, row_nk, send, send_back = journey
         # Zero stands for no expert. float32 holds the numbers exactly.
         labels = [
             jnp.sum(jnp.where(served_kkn, x_nk.T[None], 0), axis=1)
@@ -192,6 +176,39 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     # the forward pass would save the arrays of both branches.
     branches = jax.checkpoint(send), jax.checkpoint(gather)
     return jax.lax.cond(excess <= 0, *branches, tokens)
+
+
+def _journey_in_pieces(
+    choice_R: jax.Array, row_nk: jax.Array, is_used_R1: jax.Array, axes: tuple[str, ...]
+) -> _Journey:
+    """Return a journey in which each device sends a piece of rows to each device."""
+    return _Journey(
+        choice_R,
+        row_nk,
+        lambda x: swap_pieces(jnp.where(is_used_R1, x, 0), axes),
+        lambda y: swap_pieces(y, axes),
+    )
+
+
+def _ragged_journey(
+    choice_R: jax.Array,
+    row_nk: jax.Array,
+    copies_SS: jax.Array,
+    capacity: int,
+    experts: LocalExperts,
+) -> _Journey:
+    """Return a journey in which devices receive up to `capacity` rows in all."""
+    axes = experts.expert_axes
+    route = Route.to_devices(copies_SS, axes)
+    capacities = (choice_R.size, capacity)
+    # Only CPUs use the scan kernel.
+    emulated = experts.execution.grouped is Grouped.scan
+    return _Journey(
+        choice_R,
+        row_nk,
+        lambda x: travel(x, route, capacities, axes, emulated),
+        lambda y: travel(y, route.reverse(), capacities[::-1], axes, emulated),
+    )
 
 
 def _make_copies(

@@ -58,6 +58,10 @@ def _list_executed(
             module.loops[loop.body.name] = loop
             _list_executed(loop.body, count * loop.trips, (*loops, loop), model)
         elif instruction.opcode in ("call", "conditional"):
+            if not instruction.called:
+                computation.module.unread.append(
+                    f"{instruction.name}: runs nothing known"
+                )
             counts = [count] * len(instruction.called)
             if model and instruction.opcode == "conditional":
                 counts = _counts_of_branches(instruction, count, model)

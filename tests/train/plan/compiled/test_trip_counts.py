@@ -132,6 +132,13 @@ def test_the_branches_of_a_truth_value_are_read_by_name():
     assert (counts["g"], counts["n"], module.unread) == (2, 6, [])
 
 
+def test_branches_that_cannot_be_read_are_listed():
+    text = BRANCHES.format(name="cond", inside="layers", trips=TRIPS)
+    text = text.replace("branch_computations=", "unknown_computations=")
+    unread = read_module(text, MODEL).unread
+    assert unread == ["c: runs nothing known", "g: in no executed instruction"]
+
+
 def test_a_loop_of_few_trips_takes_a_branch_a_fraction_of_a_time():
     name = "jvp(layers)/part.attention/cond"
     trips = TRIPS.replace('"8"', '"2"')
