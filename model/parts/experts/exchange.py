@@ -16,7 +16,8 @@ all_to_all: as ragged, but each device sends an equal number of rows to each dev
     `CAPACITY_FACTOR` times an equal share. Rows without a copy are zeros.
 
 Shapes: B batch, T time, n tokens, k experts per token, C copies of tokens, m experts
-per copy, R rows, D embed, F an expert's hidden dim, E experts per device, S devices.
+per copy, R rows, P rows of a piece, D embed, F an expert's hidden dim, E experts per
+device, S devices.
 """
 
 import math
@@ -135,10 +136,9 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     def send(tokens: Tokens) -> Output:
         if has_pieces:
             pieces = cut_into_pieces(order, copy_nk, copy_device_nk, copies_S, P)
-            journey = _journey_in_pieces(*pieces, axes)
+            journey = _journey_in_pieces(pieces, axes)
         else:
             journey = _ragged_journey(order[:C], copy_nk, copies_SS, C, experts)
-        choice_R, row_nk, send, send_back = journey
         # Zero stands for no expert. float32 holds the numbers exactly.
         labels = [
             jnp.sum(jnp.where(served_kkn, x_nk.T[None], 0), axis=1)
@@ -146,14 +146,16 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
             for served_kkn in served
         ]
         labels = jnp.stack(labels, axis=-1).swapaxes(0, 1).reshape(n * k, 2 * m)
-        x_CD = send(to_rows(tokens.x, choice_R // k, row_nk))
-        labels = send(to_rows(labels, choice_R, row_nk.reshape(-1, 1)))
+        choice_R = journey.choice_R
+        row_nk = journey.row_nk
+        x_CD = journey.send(to_rows(tokens.x, choice_R // k, row_nk))
+        labels = journey.send(to_rows(labels, choice_R, row_nk.reshape(-1, 1)))
         numbers, weights = jnp.split(labels, 2, axis=-1)
         numbers = numbers.astype(jnp.int32) - 1 - E * jax.lax.axis_index(axes)
         received = Tokens(x_CD, numbers, weights)
         output = run_local_experts(received, experts, capacity=R)
-        y_RD = from_rows(send_back(output.y), choice_R // k, row_nk)
-        output = experts.reduce(output._replace(y=y_RD))
+        y_nD = from_rows(journey.send_back(output.y), choice_R // k, row_nk)
+        output = experts.reduce(output._replace(y=y_nD))
         y_nD = add_bias(output.y, tokens, experts.biases[-1:], execution)
         return output._replace(y=y_nD)
 
@@ -179,9 +181,10 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
 
 
 def _journey_in_pieces(
-    choice_R: jax.Array, row_nk: jax.Array, is_used_R1: jax.Array, axes: tuple[str, ...]
+    pieces: tuple[jax.Array, jax.Array, jax.Array], axes: tuple[str, ...]
 ) -> _Journey:
-    """Return a journey in which each device sends a piece of rows to each device."""
+    """Return a journey of the results of `cut_into_pieces`, one for each device."""
+    choice_R, row_nk, is_used_R1 = pieces
     return _Journey(
         choice_R,
         row_nk,
