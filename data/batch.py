@@ -64,18 +64,6 @@ def cut_rows(batch: Batch, part_B: np.ndarray, length: int) -> Batch:
     )
 
 
-def cut_pieces(pieces: list[Piece], part: int, length: int) -> list[Piece]:
-    """Return the pieces of one part of a row, with columns of the part."""
-    first = part * length
-    cut = list[Piece]()
-    for column, start, size in pieces:
-        begin = max(column, first)
-        end = min(column + size, first + length)
-        if begin < end:
-            cut.append(Piece(begin - first, start + begin - column, end - begin))
-    return cut
-
-
 def expand_groups(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each member's group number and index within the group: int64 [members].
 

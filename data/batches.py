@@ -16,13 +16,11 @@ deleted, and they do not keep the process from exiting.
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from data.batch import Batch, cut_pieces, cut_rows, expand_groups
+from data.batch import Batch, cut_rows, expand_groups
 from data.config import DataConfig, Source
-from data.encoding import decode
 from data.errors import DataError, Mistake
 from data.mixture import Mixture
 from data.phases import Phase, phase_at, phases_of
@@ -43,27 +41,6 @@ _LARGE_BATCH_TOKENS = 2**20
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
-class Excerpt(NamedTuple):
-    """A part of a document in a batch.
-
-    row, column: where the part begins in the batch.
-    source: the name of the document's source.
-    document: the document's id.
-    document_number: the document's number in the split.
-    first_token: the index of the part's first token within the document.
-    text: the text to which the part's targets decode, or its inputs if documents have
-        no beginning token.
-    """
-
-    row: int
-    column: int
-    source: str
-    document: str
-    document_number: int
-    first_token: int
-    text: str
-
-
 class Order:
     """The order of training rows: which rows of which sources are in which batch."""
 
@@ -73,7 +50,7 @@ class Order:
         Raises DataError if their rows do not fill a batch, or a source has no row.
         """
         self._config = config
-        self._sources = sources
+        self.sources = sources
         self.rows, self._is_local = _open_split(sources, config, "train")
         self.phases = phases_of(config)
         num_rows = {name: len(rows) for name, rows in self.rows.items()}
@@ -199,29 +176,6 @@ class Order:
 
         steps = range(start_step, stop_step)
         return _prefetch(read, steps, self._is_local, num_tokens, self._config)
-
-    def excerpts(self, step: int) -> Iterator[Excerpt]:
-        """Yield the parts of documents in a step's batch, row by row."""
-        phase = self.phase(step)
-        source_of_row, numbers, parts = self.find(step, np.arange(phase.rows))
-        names = [list(self.rows)[source] for source in source_of_row]
-        found = zip(names, numbers, parts, strict=True)
-        for row, (name, number, part) in enumerate(found):
-            store = self._sources.stores[name]
-            tokens = store.split("train")
-            pieces = self.rows[name].pieces(int(number))
-            for column, start, length in cut_pieces(pieces, part, phase.length):
-                document, document_start, _ = tokens.document_at(start)
-                text = decode(store.encoding, tokens.read(start, start + length))
-                yield Excerpt(
-                    row=row,
-                    column=column,
-                    source=name,
-                    document=tokens.document_id(document),
-                    document_number=document,
-                    first_token=start - document_start,
-                    text=text,
-                )
 
     def _max_epochs(self, name: str) -> float:
         source = self._config.sources.get(name)

@@ -1,4 +1,4 @@
-"""The formats of files that are read, and the encoding of text on first use.
+"""The formats of files that are read, and the stores that are made on first use.
 
 Commands and the start of a run import this module, and hand its values to the code that
 reads.
@@ -6,12 +6,13 @@ reads.
 
 from collections.abc import Callable
 
-from data.config import DataConfig
+from data.config import TOKEN_FILES, DataConfig
 from data.text.delimited import CSV
 from data.text.files import Format
 from data.text.json_formats import JSON, LINES
 from data.text.plain_text import TEXT
 from data.text.tables import ARROW, PARQUET
+from data.token_files.seal import sealed_store
 from data.token_store.cached import cached_store
 from data.token_store.store import Store
 
@@ -32,8 +33,10 @@ def formats_of(config: object) -> tuple[Format, ...]:
 
 
 def text_store(config: DataConfig, beat: Callable[[], object] = lambda: None) -> Store:
-    """Open the store of a config that reads text; encode the text on first use.
+    """Open the store of a config that reads text or token files; make it on first use.
 
-    `beat` and the errors are those of `cached_store`.
+    `beat` and the errors are those of `cached_store` and `sealed_store`.
     """
+    if config.source in TOKEN_FILES:
+        return sealed_store(config, beat)
     return cached_store(config, formats_of(config), beat)

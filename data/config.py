@@ -28,7 +28,15 @@ Tokenizer = Annotated[
 RankFileHash = Annotated[
     str | None, Doc("The SHA-256 hash of a rank file. A rank file requires it.")
 ]
+EndToken = Annotated[
+    Number | None,
+    Doc(
+        "The id after which a document ends in token files of nanoGPT and llm.c. null: "
+        "the tokenizer's end-of-text token."
+    ),
+]
 
+UNNAMED = "unnamed"  # the tokenizer of token files, until the user names it
 PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # downloaded by tiktoken
 
 
@@ -70,13 +78,34 @@ class Source(StrEnum):
     `python`: the source code of Python's standard library, which every machine that
     runs this program has. `text`: the file or folder of files at `data.path`, encoded
     on first use. `tokens`: the store at `data.path` that `python -m data.prepare` made.
-    `mixture`: several stores of this kind, which `data.sources` lists.
+    `megatron`, `nanogpt`, `llmc`: the files of tokens at `data.path` that another
+    trainer's tools wrote, which are read where they lie. `mixture`: several stores or
+    files of tokens, which `data.sources` lists.
     """
 
     python = "python"
     text = "text"
     tokens = "tokens"
+    megatron = "megatron"
+    nanogpt = "nanogpt"
+    llmc = "llmc"
     mixture = "mixture"
+
+
+TOKEN_FILES = (Source.megatron, Source.nanogpt, Source.llmc)
+
+
+class TokenFormat(StrEnum):
+    """How a source of a mixture holds tokens.
+
+    `store`: a store that `python -m data.prepare` made. `megatron`, `nanogpt`, `llmc`:
+    files of another trainer's tools.
+    """
+
+    store = "store"
+    megatron = "megatron"
+    nanogpt = "nanogpt"
+    llmc = "llmc"
 
 
 class Packing(StrEnum):
@@ -104,11 +133,15 @@ class OnError(StrEnum):
 
 @dataclass(frozen=True)
 class MixtureSource:
-    """One store of a mixture."""
+    """One source of a mixture."""
 
-    path: Annotated[str, Doc("The token store: a folder, gs://, s3:// or http://.")] = (
-        ""
-    )
+    path: Annotated[
+        str,
+        Doc(
+            "A token store (a folder, gs://, s3:// or http://), or token files as in "
+            "data.path."
+        ),
+    ] = ""
     weight: Annotated[
         float,
         Ge(0),
@@ -119,6 +152,9 @@ class MixtureSource:
         Annotated[float, Gt(0)] | None,
         Doc("How often its rows may be used. null sets no limit."),
     ] = None
+    format: Annotated[TokenFormat, Doc("How the source holds tokens.")] = (
+        TokenFormat.store
+    )
 
 
 @dataclass(frozen=True)
@@ -174,10 +210,14 @@ class DataConfig:
     source: Annotated[Source, Doc("Where the text comes from.")] = Source.python
     path: Annotated[
         str | None,
-        Doc("A file or folder of text, or a token store with source=tokens."),
+        Doc(
+            "A file or folder of text; a token store with source=tokens; otherwise "
+            "token files: a file, a folder or a pattern, and with source=megatron a "
+            "prefix."
+        ),
     ] = None
     sources: Annotated[
-        dict[str, MixtureSource], Doc("The stores of a mixture, by name.")
+        dict[str, MixtureSource], Doc("The sources of a mixture, by name.")
     ] = field(default_factory=dict)
     weight_changes: Annotated[
         list[WeightChange], Doc("When the weights of a mixture change, and to what.")
@@ -200,6 +240,7 @@ class DataConfig:
     ] = 0.1
     tokenizer: Tokenizer = "bytes"
     tokenizer_sha256: RankFileHash = None
+    end_token: EndToken = None
     sequence_length: Annotated[Count, Doc("T: the number of tokens in a row.")] = 256
     batch_size: Annotated[
         Count, Doc("B: the number of rows in one update, over all devices.")
@@ -238,6 +279,13 @@ class DataConfig:
     skip_batches: Annotated[
         list[Number], Doc("Batches to leave out: [first,last, ...].")
     ] = field(default_factory=list)
+
+    @property
+    def reads_token_files(self) -> bool:
+        """Whether tokens are read from files of another trainer's tools."""
+        formats = [source.format for source in self.sources.values()]
+        is_mixed = any(format is not TokenFormat.store for format in formats)
+        return self.source in TOKEN_FILES or is_mixed
 
     @property
     def has_beginning_tokens(self) -> bool:

@@ -6,15 +6,16 @@ from dataclasses import asdict
 from math import inf
 from pathlib import Path
 
-from data.config import PUBLISHED, DataConfig, Packing, Source
+from data.config import PUBLISHED, UNNAMED, DataConfig, Packing, Source
 from data.errors import Mistake
 
 
 def data_mistakes(data: DataConfig) -> Iterator[Mistake]:
     """Yield the invalid values, and the values that contradict each other."""
     source = data.source
-    if source in (Source.text, Source.tokens) and not data.path:
-        kind = "a file or a folder" if source is Source.text else "a store"
+    if source not in (Source.python, Source.mixture) and not data.path:
+        kind = "a store" if source is Source.tokens else "a file or a folder"
+        kind = "the prefix of files" if source is Source.megatron else kind
         yield Mistake("data.path", data.path, f"must name {kind} with data={source}")
     elif source in (Source.python, Source.mixture) and data.path:
         rule = f"is not read by data={source}; add data=text or data=tokens"
@@ -25,7 +26,12 @@ def data_mistakes(data: DataConfig) -> Iterator[Mistake]:
             yield Mistake("data.format", data.format, rule)
         if data.text_field != "text":
             yield Mistake("data.text_field", data.text_field, rule)
-    yield from tokenizer_mistakes(data.tokenizer, data.tokenizer_sha256, "data.")
+    if data.tokenizer == UNNAMED:
+        rule = "must name the tokenizer, say gpt2: token files do not say which it is"
+        yield Mistake("data.tokenizer", data.tokenizer, rule)
+    else:
+        sha256 = data.tokenizer_sha256
+        yield from tokenizer_mistakes(data.tokenizer, sha256, "data.")
     if data.packing is not Packing.concat and not data.document_mask:
         rule = "needs data.document_mask=true: rows hold documents side by side"
         yield Mistake("data.packing", data.packing, rule)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data.batches import Excerpt
 from data.encoding import decode
+from data.excerpts import Excerpt
 from data.splits import SPLITS, Split
 from data.token_store.layout import SKIPPED
 from data.token_store.store import Store

@@ -6,7 +6,18 @@ from typing import Annotated
 
 from typing_extensions import Doc
 
-from data.config import DataConfig, Packing, Seed, Source, StorePath
+from data.config import (
+    DataConfig,
+    EndToken,
+    Packing,
+    RankFileHash,
+    Seed,
+    Source,
+    StorePath,
+    TokenFormat,
+    Tokenizer,
+)
+from data.config_rules import tokenizer_mistakes
 from data.errors import Mistake
 from train.cli.command import Command, run_command
 from train.config import Config, Count, Number, RunConfig
@@ -20,6 +31,12 @@ class InspectConfig:
     run_schema = Config  # A catalog replaces it by a dataclass with added parts.
 
     store: StorePath = None
+    format: Annotated[
+        TokenFormat, Doc("How the store holds tokens; token files need a tokenizer.")
+    ] = TokenFormat.store
+    tokenizer: Tokenizer = "bytes"
+    tokenizer_sha256: RankFileHash = None
+    end_token: EndToken = None
     run: RunConfig = field(default_factory=RunConfig)
     step: Annotated[
         Number | None,
@@ -53,27 +70,32 @@ def main(config: InspectConfig) -> int:
         describe_sample,
         describe_store,
     )
+    from data.excerpts import excerpts
     from data.sources import open_sources
     from data.splits import SPLITS
     from data.token_store.store import open_store
 
     seed = config.seed
+    is_store = config.format is TokenFormat.store
+    data = DataConfig(
+        name=PurePosixPath(config.store or "").name,
+        source=Source.tokens if is_store else Source(config.format.value),
+        path=config.store,
+        tokenizer=config.tokenizer,
+        tokenizer_sha256=config.tokenizer_sha256,
+        end_token=config.end_token,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size,
+        packing=config.packing,
+    )
     if config.step is None:
-        store = open_store(str(config.store))
+        store = open_store(str(config.store)) if is_store else text_store(data)
         print(describe_store(store))
         for split in SPLITS:
             print("\n" + describe_lengths(store, split))
         text = describe_sample(store, "train", config.samples, seed, 4 * config.width)
         print(f"\n{text}")
         return 0
-    data = DataConfig(
-        name=PurePosixPath(config.store or "").name,
-        source=Source.tokens,
-        path=config.store,
-        sequence_length=config.sequence_length,
-        batch_size=config.batch_size,
-        packing=config.packing,
-    )
     if config.run.dir or config.run.name:
         from train.run.starts import read_run
 
@@ -84,7 +106,7 @@ def main(config: InspectConfig) -> int:
     number = order.batch_number(config.step)
     if number > config.step:
         print(f"batch {number}, as data.skip_batches leaves out {number - config.step}")
-    for line in describe_batch(order.excerpts(config.step), config.width):
+    for line in describe_batch(excerpts(order, config.step), config.width):
         print(line)
     return 0
 
@@ -99,7 +121,7 @@ def inspect_mistakes(config: InspectConfig) -> list[Mistake]:
     if names_run and config.step is None:
         rule = "must say which batch of the run to show, say step=1000"
         mistakes.append(Mistake("step", config.step, rule))
-    return mistakes
+    return mistakes + tokenizer_mistakes(config.tokenizer, config.tokenizer_sha256)
 
 
 COMMAND = Command(main, "inspect", InspectConfig, inspect_mistakes)

@@ -1,4 +1,7 @@
-"""The stores that a run reads: a single store, or the named stores of a mixture."""
+"""The stores that a run reads: a single store, or the named stores of a mixture.
+
+Text, and token files of other trainers, become stores at first use.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +12,7 @@ from pathlib import Path
 import tiktoken
 
 from data.beginning import beginning_token
-from data.config import DataConfig, Source
+from data.config import TOKEN_FILES, DataConfig, Source, TokenFormat
 from data.errors import DataError, MissingPackageError
 from data.splits import Split
 from data.storage import is_remote
@@ -17,8 +20,8 @@ from data.token_store.layout import MANIFEST
 from data.token_store.store import Store, data_cache_folder, open_store
 from data.tokenizer import load_tokenizer
 
-# Opens the store of a config that reads text, and encodes the text on first use. The
-# second argument is called for each encoded piece of text, to report progress.
+# Opens the store of a config that reads text or token files, and makes it on first use.
+# The second argument is called for each piece of them, to report progress.
 TextStore = Callable[[DataConfig, Callable[[], object]], Store]
 
 
@@ -107,7 +110,7 @@ def open_sources(
     beat: Callable[[], object] = lambda: None,
     to_evaluate: bool = True,
 ) -> Sources:
-    """Open the stores that a config names; `text_store` opens the store of text.
+    """Open the stores that a config names; `text_store` opens those made at first use.
 
     `beat` is called for each encoded piece of text, to report progress. `to_evaluate`
     says that validation text is required. Raises DataError if text or a store is
@@ -115,11 +118,13 @@ def open_sources(
     """
     if config.source is Source.python:
         stores = {config.name: text_store(config, beat)}
-    elif config.source is Source.text:
+    elif config.source in (Source.text, *TOKEN_FILES):
         with _errors_prefixed("data.path", config.path or ""):
             stores = {config.name: text_store(config, beat)}
+    elif config.source is Source.tokens:
+        stores = {config.name: _open_prepared("data.path", config.path or "")}
     else:
-        stores = {name: _open_named(config, name) for name in _store_names(config)}
+        stores = {n: _open_source(config, n, text_store, beat) for n in config.sources}
     if len({s.manifest["tokenizer_fingerprint"] for s in stores.values()}) > 1:
         names = ", ".join(f"{n}: {s.manifest['tokenizer']}" for n, s in stores.items())
         raise DataError(
@@ -132,8 +137,9 @@ def open_sources(
     stores = {n: replace(store, encoding=encoding) for n, store in stores.items()}
     sources = Sources(stores, data_cache_folder(config))
     if to_evaluate and (count := sources.num_tokens("validation")) < 2:
-        is_text = config.source in (Source.python, Source.text)
-        key = "data.validation" if is_text else "python -m data.prepare ... validation"
+        is_made = config.source is Source.python or config.source is Source.text
+        is_made |= config.reads_token_files
+        key = "data.validation" if is_made else "python -m data.prepare ... validation"
         raise DataError(
             f"{sources.path}: validation has {count} tokens, but a target needs 2. "
             f"Give more text, or hold more of it out: {key}=..."
@@ -151,20 +157,21 @@ def open_sets(
 ) -> Sources:
     """Return the sources with named validation sets added.
 
-    Each path is a token store or, if the config reads text, a text file or a folder of
-    text files. `text_store` and `beat` are as in `open_sources`. `table` is the config
-    key of `paths`. Raises DataError if a set is missing, damaged, too short or has
-    another tokenizer.
+    Each path is a token store or, if the config reads text or token files, what its
+    `data.path` may name. `text_store` and `beat` are as in `open_sources`. `table` is
+    the config key of `paths`. Raises DataError if a set is missing, damaged, too short
+    or has another tokenizer.
     """
     sets = {}
     manifest = next(iter(sources.stores.values())).manifest
     for name, path in paths.items():
         is_store = is_remote(path) or (Path(path) / MANIFEST).exists()
         with _errors_prefixed(f"{table}.{name}.path", path):
-            if config.source in (Source.python, Source.text) and not is_store:
+            source = Source.text if config.source is Source.python else config.source
+            if source in (Source.text, *TOKEN_FILES) and not is_store:
                 overrides = {"name": name, "path": path, "validation": 0.0}
-                text_config = replace(config, source=Source.text, **overrides)
-                store = text_store(text_config, beat)
+                set_config = replace(config, source=source, **overrides)
+                store = text_store(set_config, beat)
             else:
                 store = open_store(path)
         if store.manifest["tokenizer_fingerprint"] != manifest["tokenizer_fingerprint"]:
@@ -185,22 +192,30 @@ def encoding_of(config: DataConfig) -> tiktoken.Encoding:
 
     Raises DataError if the tokenizer or a store is missing or damaged.
     """
-    if config.source in (Source.python, Source.text):
+    if config.source in (Source.python, Source.text) or config.reads_token_files:
         return load_tokenizer(config.tokenizer, config.tokenizer_sha256)
-    return _open_named(config, _store_names(config)[0]).encoding
+    if config.source is Source.tokens:
+        return _open_prepared("data.path", config.path or "").encoding
+    name, source = next(iter(config.sources.items()))
+    return _open_prepared(f"data.sources.{name}.path", source.path).encoding
 
 
-def _store_names(config: DataConfig) -> list[str]:
-    return [config.name] if config.source is Source.tokens else [*config.sources]
+def _open_source(
+    config: DataConfig, name: str, text_store: TextStore, beat: Callable[[], object]
+) -> Store:
+    """Open the store or the token files of a mixture's source."""
+    source = config.sources[name]
+    key = f"data.sources.{name}.path"
+    if source.format is TokenFormat.store:
+        return _open_prepared(key, source.path)
+    overrides = {"name": name, "path": source.path, "sources": {}}
+    kind = Source(source.format.value)
+    with _errors_prefixed(key, source.path):
+        return text_store(replace(config, source=kind, **overrides), beat)
 
 
-def _open_named(config: DataConfig, name: str) -> Store:
-    """Open the store that a config gives this name."""
-    key = "data.path"
-    path = config.path or ""
-    if config.source is Source.mixture:
-        key = f"data.sources.{name}.path"
-        path = config.sources[name].path
+def _open_prepared(key: str, path: str) -> Store:
+    """Open a store that `python -m data.prepare` made; `key` names it in errors."""
     with _errors_prefixed(key, path):
         return open_store(path)
 

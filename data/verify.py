@@ -18,10 +18,11 @@ class VerifyConfig:
 def main(config: VerifyConfig) -> int:
     """Check every chunk and every digest; return 65 if something is damaged."""
     from data.token_store.store import open_store
+    from data.token_store.verify import verify_store
 
     store = open_store(str(config.store))
     damaged = False
-    for line in store.verify():
+    for line in verify_store(store):
         damaged = True
         print(line)
     if damaged:

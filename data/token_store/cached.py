@@ -56,28 +56,41 @@ def cached_store(
     name = re.sub(r"[^\w.-]", "_", config.name)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     path = data_cache_folder(config) / f"{name}-{digest}"
-    if not (path / MANIFEST).exists():
-        remove_tree(path)  # an incomplete store
-        _log.info("preparing %s from %s", path, corpus.root)
-        start_s = time.monotonic()
-        _remove_abandoned(path)
+
+    def build(folder: Path) -> None:
+        used = corpus
         if config.source is Source.text:
-            corpus = corpus.classified(read_settings, formats, settings.skip_bad, beat)
+            used = corpus.classified(read_settings, formats, settings.skip_bad, beat)
             if settings.skip_bad:
-                corpus = corpus.without_bad_files(beat)
-        with created_atomically(path) as partial:
-            parts = partial / "parts"
-            make_folder(
-                parts, path.parent, "data.cache_dir or the variable XDG_CACHE_HOME"
-            )
-            build_store(
-                KeyValueStore(partial), corpus, settings, encoding, parts, beat=beat
-            )
-            shutil.rmtree(parts)
-        _log.info("prepared %s in %.1f s", path, time.monotonic() - start_s)
+                used = used.without_bad_files(beat)
+        parts = folder / "parts"
+        parts.mkdir()
+        build_store(KeyValueStore(folder), used, settings, encoding, parts, beat=beat)
+        shutil.rmtree(parts)
+
+    build_once(path, corpus.root, build)
     store = open_store(path, encoding)
     _warn_of_skipped(store)
     return store
+
+
+def build_once(path: Path, source: str, build: Callable[[Path], None]) -> None:
+    """Build the store at a path in the cache, unless it is there.
+
+    `build` receives a temporary folder, which is then renamed. `source` is what the
+    store is made of, for the log. Raises DataError if the folder cannot be made.
+    """
+    if (path / MANIFEST).exists():
+        return
+    remove_tree(path)  # an incomplete store
+    _log.info("preparing %s from %s", path, source)
+    start_s = time.monotonic()
+    _remove_abandoned(path)
+    with created_atomically(path) as partial:
+        setting = "data.cache_dir or the variable XDG_CACHE_HOME"
+        make_folder(partial, path.parent, setting)
+        build(partial)
+    _log.info("prepared %s in %.1f s", path, time.monotonic() - start_s)
 
 
 def _warn_of_skipped(store: Store) -> None:

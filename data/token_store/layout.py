@@ -8,6 +8,7 @@
     <store>/<split>/<array>.crc32c  uint32, the checksum of each chunk of an array
     <store>/tokenizer.tiktoken  the rank file, if the tokenizer has one
     <store>/skipped.jsonl       skipped records: file, place, reason
+    <store>/<split>/runs        int64: where tokens lie, if they stay in other files
     <store>/manifest.json       written last: a folder without one is no store
 
 The arrays are sharded zarr v3, and each chunk ends with its CRC-32C. The manifest holds
@@ -24,6 +25,7 @@ MANIFEST = "manifest.json"
 RANKS = "tokenizer.tiktoken"  # the rank file, if the tokenizer has one
 MANIFEST_DIGEST = "manifest.json.sha256"
 SKIPPED = "skipped.jsonl"
+RUNS = "runs"
 # A chunk is the smallest unit that is checked; a shard is one file. Both in values.
 CHUNK_LENGTH = 2**14
 SHARD_LENGTH = 2**25

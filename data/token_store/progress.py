@@ -1,4 +1,4 @@
-"""Show the progress of encoding: a bar on a terminal, otherwise lines in the log.
+"""Show the progress of making a store: a bar on a terminal, otherwise lines in the log.
 
 Work that takes less than two seconds shows nothing.
 """
@@ -18,12 +18,13 @@ _log = logging.getLogger(__name__)
 class Meter(Progress):
     """Shows bytes done, bytes and tokens a second, and the time left."""
 
-    def __init__(self, total: int):
-        """Begin to count up to `total` bytes."""
-        columns = "encoding", BarColumn(), TextColumn("{task.description}")
+    def __init__(self, total: int, label: str = "encoding"):
+        """Begin to count up to `total` bytes; `label` names the work."""
+        columns = label, BarColumn(), TextColumn("{task.description}")
         # The bar goes to stderr, because commands print their results to stdout.
         super().__init__(*columns, console=Console(stderr=True), redirect_stdout=False)
         self.disable = not self.console.is_terminal
+        self._label = label
         self._total = total
         self._start_s = time.monotonic()
         self._last_line_s = self._start_s
@@ -51,4 +52,4 @@ class Meter(Progress):
         self.start()
         if self.disable and now_s - self._last_line_s >= _LINE_INTERVAL_S:
             self._last_line_s = now_s
-            _log.info("encoding: %s", text)
+            _log.info("%s: %s", self._label, text)

@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorstore as ts
@@ -35,6 +35,16 @@ _CACHE_LIMIT_BYTES = 2**28
 log = logging.getLogger(__name__)
 
 
+class ExternalTokens(Protocol):
+    """The tokens of a split that lie in files of another program."""
+
+    dtype: np.dtype
+
+    def read(self, spans: list[tuple[int, int]]) -> list[np.ndarray]:
+        """Read spans [start, stop); raise DataError if they are missing or damaged."""
+        ...
+
+
 class TokenArray:
     """One split of a store: a flat array of tokens, and the starts of its documents.
 
@@ -50,11 +60,13 @@ class TokenArray:
         digests: Mapping[str, str] = MappingProxyType({}),
         checksums: Mapping[str, np.ndarray] = MappingProxyType({}),
         keep: bool = True,
+        external: ExternalTokens | None = None,
     ):
         """Open a split of a store.
 
         `digests` are SHA-256 by array, `checksums` the CRC-32C of chunks by array. With
-        `keep`, small arrays are read into memory and stay there.
+        `keep`, small arrays are read into memory and stay there. `external` reads the
+        tokens if they are not in the store.
         """
         self._storage = storage
         self._split = split
@@ -68,11 +80,19 @@ class TokenArray:
             "id_offsets": num_documents + 1,
             "index": -(-num_tokens // CHUNK_LENGTH) + 1,
         }
-        self._arrays: dict[str, Any] = {name: self._open_array(name) for name in ARRAYS}
+        self._external = external
+        stored = ARRAYS if external is None else ARRAYS[1:]
+        self._arrays: dict[str, Any] = {name: self._open_array(name) for name in stored}
         for name, length in lengths.items():
+            if name not in stored:
+                continue
             if (actual := self._arrays[name].shape[0]) != length:
                 raise self._damage_error(name, 0, 0, f"its length is {actual}")
-        num_bytes = num_tokens * self._arrays["tokens"].dtype.numpy_dtype.itemsize
+        if external is None:
+            dtype = self._arrays["tokens"].dtype.numpy_dtype
+        else:
+            dtype = external.dtype
+        num_bytes = num_tokens * dtype.itemsize
         self.in_memory = keep and num_bytes <= MEMORY_LIMIT_BYTES
         self._offsets_in_memory = keep and (
             self.in_memory or num_documents <= OFFSETS_LIMIT
@@ -93,7 +113,7 @@ class TokenArray:
     @property
     def is_local(self) -> bool:
         """Whether tokens are read from memory or directly from local files."""
-        return self.in_memory or "tokens" in self._local
+        return self.in_memory or "tokens" in self._local or self._external is not None
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -110,8 +130,11 @@ class TokenArray:
 
     def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Read values [start, stop) of an array by its name; by default, all values."""
-        end = int(self._arrays[name].shape[0]) if stop is None else stop
+        end = self._length(name) if stop is None else stop
         return self._read_array(name, [(start, end)])[0]
+
+    def _length(self, name: str) -> int:
+        return len(self) if name == "tokens" else int(self._arrays[name].shape[0])
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read tokens [start, stop), in the store's dtype."""
@@ -119,7 +142,7 @@ class TokenArray:
 
     def iterate_shards(self, name: str) -> Iterator[np.ndarray]:
         """Yield an array shard by shard; errors name the damaged chunk."""
-        length = self._arrays[name].shape[0]
+        length = self._length(name)
         for start in range(0, length, SHARD_LENGTH):
             stop = min(start + SHARD_LENGTH, length)
             try:
@@ -194,7 +217,10 @@ class TokenArray:
         return self._read_array(name, spans)
 
     def _read_array(self, name: str, spans: list[tuple[int, int]]) -> list[np.ndarray]:
-        """Read spans from memory or through TensorStore."""
+        """Read spans from memory, from files of another program or by TensorStore."""
+        if name not in self._arrays:
+            assert self._external is not None
+            return self._external.read(spans)
         array = self._arrays[name]
         if isinstance(array, np.ndarray):
             return [array[start:stop] for start, stop in spans]

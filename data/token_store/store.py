@@ -6,7 +6,7 @@ chunk's checksum is checked when the chunk is read, and damage raises DataError.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from data.token_store.layout import (
     MANIFEST,
     MANIFEST_DIGEST,
     RANKS,
+    RUNS,
     SCHEMA,
     checksum_file,
 )
-from data.token_store.reader import TokenArray
+from data.token_store.reader import ExternalTokens, TokenArray
 from data.tokenizer import load_tokenizer, tokenizer_from_bytes
 
 
@@ -43,6 +44,8 @@ class Store:
     encoding: tiktoken.Encoding
     # The chunks' checksums by file name.
     checksums: Mapping[str, np.ndarray]
+    # Opens the tokens of a split that lie in files of another program.
+    open_external: Callable[[Split], ExternalTokens] | None = None
     _splits: dict[str, TokenArray] = field(default_factory=dict)
 
     @property
@@ -66,11 +69,21 @@ class Store:
     def split(self, split: Split) -> TokenArray:
         """Return a split, opened on first use; raise DataError if it is damaged."""
         if split not in self._splits:
-            self._splits[split] = self._open(split)
+            self._splits[split] = self.open(split)
         return self._splits[split]
 
-    def _open(self, split: Split, keep: bool = True) -> TokenArray:
+    def open(self, split: Split, keep: bool = True) -> TokenArray:
+        """Open a split; with `keep`, small arrays are read into memory."""
         counts = self.manifest["splits"][split]
+        external = None
+        if self.open_external is not None:
+            external = self.open_external(split)
+        elif f"{split}/{RUNS}" in self.manifest["files"]:
+            raise DataError(
+                f"{self.path}: holds only checksums of "
+                f"{self.manifest['source']['path']}. Name these files, and their "
+                f"format as data=..., instead of this folder"
+            )
         return TokenArray(
             self.storage,
             split,
@@ -81,6 +94,7 @@ class Store:
                 name: self.checksums[checksum_file(split, name)] for name in ARRAYS
             },
             keep=keep,
+            external=external,
         )
 
     def text(self, split: Split, limit: int | None = None) -> bytes:
@@ -96,26 +110,6 @@ class Store:
             texts.append(decode_bytes(self.encoding, ids))
             size += len(texts[-1])
         return b"".join(texts)[:limit]
-
-    def verify(self) -> Iterator[str]:
-        """Read all arrays; yield a message for each difference from the manifest."""
-        for split in SPLITS:
-            try:
-                array = self._open(split, keep=False)
-            except DataError as error:
-                yield str(error)
-                continue
-            for name, digest in self.manifest["digests"][split].items():
-                content = hashlib.sha256()
-                try:
-                    for values in array.iterate_shards(name):
-                        content.update(values.data)
-                except DataError as error:
-                    yield str(error)
-                    continue
-                if content.hexdigest() != digest:
-                    array_name = f"{self.path}/{split}/{name}"
-                    yield f"{array_name}: its values are not those of the manifest"
 
 
 def data_cache_folder(config: DataConfig) -> Path:

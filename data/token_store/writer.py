@@ -7,7 +7,7 @@ shards.
 import collections
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from data.token_store.layout import (
     MANIFEST,
     MANIFEST_DIGEST,
     RANKS,
+    RUNS,
     SCHEMA,
     SHARD_LENGTH,
     SKIPPED,
@@ -36,16 +37,22 @@ def write_store(
     dtype: np.dtype,
     entries: dict[str, Any],
     ranks: bytes | None = None,
+    runs: Callable[[Split], bytes] | None = None,
 ) -> None:
     """Write a store of `segments`, in their order, into an empty folder.
 
     `entries`, such as the tokenizer and the source, are added to the manifest. `ranks`
     is the content of the tokenizer's rank file, which is stored with the tokens.
 
+    With `runs`, the tokens stay in the files that they come from, and the store has
+    only their checksums. After the last segment, `runs` returns the content of a
+    split's file RUNS, which says where its tokens lie.
+
     Raises DataError if the storage cannot be written.
     """
     splits: dict[Split, _SplitWriter] = {
-        split: _SplitWriter(storage, split, dtype) for split in SPLITS
+        split: _SplitWriter(storage, split, dtype, has_tokens=runs is None)
+        for split in SPLITS
     }
     num_bytes = collections.Counter()
     num_empty = 0
@@ -69,9 +76,12 @@ def write_store(
             files[checksum_file(split, name)] = bytes(array.checksums)
     if ranks is not None:
         files[RANKS] = ranks
+    if runs is not None:
+        files |= {f"{split}/{RUNS}": runs(split) for split in SPLITS}
     for name, content in files.items():
         storage.write(name, content)
-    small_files = [f"{split}/{name}/zarr.json" for split in SPLITS for name in ARRAYS]
+    stored = ARRAYS if runs is None else ARRAYS[1:]
+    small_files = [f"{split}/{name}/zarr.json" for split in SPLITS for name in stored]
     small_files += files
     content_digests = [digests[split][name] for split in SPLITS for name in ARRAYS[:2]]
     manifest = {
@@ -92,14 +102,19 @@ def write_store(
 
 
 class _SplitWriter:
-    """Writes the five arrays of a split."""
+    """Writes the five arrays of a split; without `has_tokens`, the last four."""
 
-    def __init__(self, storage: KeyValueStore, split: str, dtype: np.dtype):
+    def __init__(
+        self, storage: KeyValueStore, split: str, dtype: np.dtype, has_tokens: bool
+    ):
         dtypes = (dtype, np.int64, np.int64, np.uint8, np.int64)
-        self.arrays = {
+        self.arrays: dict[str, _ArrayChecks] = {
             name: _ArrayWriter(storage.spec(f"{split}/{name}"), np.dtype(dtype))
             for name, dtype in zip(ARRAYS, dtypes, strict=True)
+            if has_tokens or name != "tokens"
         }
+        if not has_tokens:
+            self.arrays["tokens"] = _ArrayChecks(dtype)
         self._num_documents = self._num_tokens = self._num_id_bytes = 0
         # The start of the next document, and the first chunk that the index lacks.
         self._next_start = self._next_chunk = 0
@@ -134,10 +149,45 @@ class _SplitWriter:
         return {"documents": self._num_documents, "tokens": self._num_tokens}
 
 
-class _ArrayWriter:
-    """Appends to a flat array of unknown length, by whole shards."""
+class _ArrayChecks:
+    """Computes the checksums of an array that is appended to by whole shards."""
+
+    def __init__(self, dtype: np.dtype):
+        self.digest = hashlib.sha256()
+        self.checksums = bytearray()
+        self._dtype = dtype
+        self._buffer: list[np.ndarray] = []
+        self._num_buffered = 0
+
+    def append(self, values: np.ndarray) -> None:
+        values = np.ascontiguousarray(values, self._dtype)
+        self.digest.update(values.data)
+        self._buffer.append(values)
+        self._num_buffered += len(values)
+        if self._num_buffered >= SHARD_LENGTH:
+            self._flush(self._num_buffered // SHARD_LENGTH * SHARD_LENGTH)
+
+    def close(self) -> None:
+        self._flush(self._num_buffered)
+
+    def _flush(self, count: int) -> None:
+        if not count:
+            return
+        values = np.concatenate(self._buffer)
+        self.checksums += chunk_checksums(values[:count]).tobytes()
+        self._write(values[:count])
+        self._buffer = [values[count:]]
+        self._num_buffered = len(values) - count
+
+    def _write(self, values: np.ndarray) -> None:
+        """Write values if the array is stored; this one is not."""
+
+
+class _ArrayWriter(_ArrayChecks):
+    """Writes a flat array of unknown length."""
 
     def __init__(self, kvstore: dict[str, Any], dtype: np.dtype):
+        super().__init__(dtype)
         chunk_codecs = [{"name": "bytes"}, {"name": "crc32c"}]
         sharding = {"chunk_shape": [CHUNK_LENGTH], "codecs": chunk_codecs}
         shards = {"chunk_shape": [SHARD_LENGTH]}
@@ -151,37 +201,19 @@ class _ArrayWriter:
         # Chunks of zeros are stored too, so that a missing chunk always means damage.
         spec["store_data_equal_to_fill_value"] = True
         self._array = ts.open(spec, create=True).result()
-        self.digest = hashlib.sha256()
-        self.checksums = bytearray()
-        self._dtype = dtype
-        self._buffer: list[np.ndarray] = []
-        self._num_buffered = 0
         self._write_in_flight: Any = None
 
-    def append(self, values: np.ndarray) -> None:
-        values = np.ascontiguousarray(values, self._dtype)
-        self.digest.update(values.data)
-        self._buffer.append(values)
-        self._num_buffered += len(values)
-        if self._num_buffered >= SHARD_LENGTH:
-            self._write(self._num_buffered // SHARD_LENGTH * SHARD_LENGTH)
-
     def close(self) -> None:
-        self._write(self._num_buffered)
+        super().close()
         self._wait()
 
     def _wait(self) -> None:
         if self._write_in_flight is not None:
             self._write_in_flight.result()
 
-    def _write(self, count: int) -> None:
-        if not count:
-            return
-        values = np.concatenate(self._buffer)
+    def _write(self, values: np.ndarray) -> None:
         start = self._array.shape[0]
-        self.checksums += chunk_checksums(values[:count]).tobytes()
+        stop = start + len(values)
         self._wait()  # keep only one write in flight
-        self._array = self._array.resize(exclusive_max=[start + count]).result()
-        self._write_in_flight = self._array[start : start + count].write(values[:count])
-        self._buffer = [values[count:]]
-        self._num_buffered = len(values) - count
+        self._array = self._array.resize(exclusive_max=[stop]).result()
+        self._write_in_flight = self._array[start:stop].write(values)

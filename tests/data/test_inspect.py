@@ -5,6 +5,7 @@ import dataclasses
 from data.batches import Order
 from data.catalog import FORMATS, text_store
 from data.describe import describe_batch
+from data.excerpts import excerpts
 from data.inspect import InspectConfig, inspect_mistakes, main
 from data.prepare_config import PrepareConfig
 from data.sources import open_sources
@@ -30,7 +31,7 @@ def test_the_batch_of_a_step_is_the_one_trained_on(
         lines = capsys.readouterr().out.splitlines()
         if skip_batches:
             assert lines.pop(0) == "batch 10, as data.skip_batches leaves out 3"
-        assert lines == list(describe_batch(order.excerpts(number), 20))
+        assert lines == list(describe_batch(excerpts(order, number), 20))
 
 
 def test_a_store_without_validation_text_is_shown_too(folder, tmp_path, capsys):

@@ -12,6 +12,7 @@ from data.batches import Order
 from data.catalog import text_store
 from data.config import BatchChange, DataConfig, LengthChange
 from data.config_rules import data_mistakes
+from data.excerpts import excerpts
 from data.phases import Phase, batch_number, phase_at, phases_of, tokens_before
 from data.sources import open_sources
 
@@ -100,7 +101,7 @@ def test_excerpts_show_the_text_of_short_rows(config):
     order = Order(open_sources(short, text_store), short, 3)
     targets = order.read(7).targets
     text = dict[int, str]()
-    for excerpt in order.excerpts(7):
+    for excerpt in excerpts(order, 7):
         text[excerpt.row] = text.get(excerpt.row, "") + excerpt.text
     assert text[5].encode() == bytes(targets[5].tolist())
 

@@ -23,6 +23,7 @@ from data.config import (
 )
 from data.config_rules import data_mistakes
 from data.errors import DataError
+from data.excerpts import excerpts
 from data.inspect import InspectConfig
 from data.prepare_config import PrepareConfig
 from data.sources import Sources, encoding_of, open_sets, open_sources
@@ -173,7 +174,7 @@ def test_excerpts_say_what_a_batch_holds(stores, sources):
     end_id = sources.encoding.eot_token
     end = sources.encoding.decode([end_id])
     excerpt_ids = np.full_like(batch.targets, -1)
-    for excerpt in order.excerpts(3):
+    for excerpt in excerpts(order, 3):
         text = excerpt.text.removesuffix(end)
         ids = [*text.encode(), *[end_id] * (text != excerpt.text)]
         excerpt_ids[excerpt.row, excerpt.column :][: len(ids)] = ids

@@ -114,12 +114,21 @@ def unread_key_warnings(config: Config) -> list[str]:
         is_disabled = not getattr(config.tracker, name).enabled
         reason = f"tracker.{name}.enabled is false"
         unread.append((is_disabled, f"tracker.{name}.", reason))
-    # These keys have an effect only when a token store is written.
+    # These keys have an effect only when a token store is written, or files are sealed.
+    reads_files = config.data.reads_token_files
     reads_stores = source in (Source.tokens, Source.mixture)
     unread += [
-        (reads_stores, f"data.{key}", f"data.source is {source}")
-        for key in ("validation", "tokenizer", "pattern", "on_error")
+        (reads_stores and not reads_files, f"data.{key}", f"data.source is {source}")
+        for key in ("validation", "tokenizer")
     ]
+    unread += [
+        (reads_stores or reads_files, f"data.{key}", f"data.source is {source}")
+        for key in ("pattern", "on_error")
+    ]
+    kinds = {source.value, *(s.format.value for s in config.data.sources.values())}
+    has_end_tokens = bool(kinds & {Source.nanogpt, Source.llmc})
+    reason = "no token files of nanoGPT or llm.c are read"
+    unread.append((not has_end_tokens, "data.end_token", reason))
     warnings = [
         f"{key} has no effect: {reason}"
         for is_unread, prefix, reason in unread

@@ -17,6 +17,7 @@ from data.token_store import build, encode
 from data.token_store.build import prepare_store
 from data.token_store.layout import MANIFEST
 from data.token_store.parts import split_of
+from data.token_store.verify import verify_store
 from tests.data.text.written_files import frame_of_zstd
 from tests.data.token_store import preparations
 from tests.data.token_store.preparations import (
@@ -55,7 +56,7 @@ def test_a_store_holds_each_record_once(config, records):
         num_held_out,
     ]
     assert sum(map(store.num_bytes, SPLITS)) == sum(map(len, texts * 2 + rows))
-    assert list(store.verify()) == []
+    assert list(verify_store(store)) == []
     assert not Path(f"{store.path}.work").exists()
 
 
@@ -160,7 +161,7 @@ def test_an_empty_split_is_refused_unless_validation_is_zero(config, tmp_path):
     store = prepare_store(dataclasses.replace(config, validation=0.0), FORMATS)
     assert store.num_tokens("validation") == 0
     assert store.text("validation") == b""
-    assert list(store.verify()) == []
+    assert list(verify_store(store)) == []
     assert len(documents_of(store)) == 700
     output = str(tmp_path / "other")
     for fraction, split in ((1e-12, "validation"), (1 - 1e-12, "train")):

@@ -14,6 +14,7 @@ from data.errors import DataError
 from data.token_store import reader
 from data.token_store.build import prepare_store
 from data.token_store.store import open_store
+from data.token_store.verify import verify_store
 from tests.data.token_store import preparations
 from tests.data.token_store.preparations import content_of, documents_of, refuse
 
@@ -38,13 +39,13 @@ def test_a_store_is_prepared_from_s3_to_s3(bucket, config, records, tmp_path):
     assert {
         name for name in local_content if remote_content[name] != local_content[name]
     } == path_dependent
-    assert list(open_store(remote_config.output or "").verify()) == []
+    assert list(verify_store(open_store(remote_config.output or ""))) == []
     prepare_store(remote_config, FORMATS)
     refuse(remote_config, "other input or settings", validation=0.2)
     bucket.pipe_file("bucket/mine/file", b"mine")
     refuse(remote_config, "is no token store", output="s3://bucket/mine")
     bucket.pipe_file("bucket/stores/far/train/tokens/c/0", b"damaged")
-    reports = list(open_store(remote_config.output or "").verify())
+    reports = list(verify_store(open_store(remote_config.output or "")))
     assert ["s3://bucket/stores/far/train/tokens" in report for report in reports]
     refuse(remote_config, "s3://nowhere/x", output="s3://nowhere/x")
 
@@ -86,7 +87,7 @@ def test_a_store_is_read_over_http(config, tmp_path, monkeypatch):
         url = f"http://127.0.0.1:{server.server_address[1]}/store"
         store = open_store(url)
         assert documents_of(store) == documents_of(local_store)
-        assert list(store.verify()) == []
+        assert list(verify_store(store)) == []
         with pytest.raises(DataError, match=r"nothing/manifest\.json: is not there"):
             open_store(f"{url}/nothing")
         Path(local_store.path, "train/ids/c/0").unlink()

@@ -25,7 +25,7 @@ def store(config, small_chunks, monkeypatch) -> Store:
 
 
 def shards_of(store: Store) -> LocalShards:
-    return store._open("train")._local["tokens"]
+    return store.open("train")._local["tokens"]
 
 
 def open_files(store: Store) -> set[tuple[str, Path]]:

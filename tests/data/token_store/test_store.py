@@ -16,6 +16,7 @@ from data.splits import SPLITS
 from data.token_store import build, encode, writer
 from data.token_store.layout import ARRAYS, MANIFEST
 from data.token_store.store import open_store
+from data.token_store.verify import verify_store
 from tests.data.token_store.preparations import documents_of
 
 
@@ -41,7 +42,7 @@ def test_a_store_holds_every_byte_of_its_text(config, folder):
     assert store.num_bytes("train") == sum(map(len, train))
     assert store.num_tokens("train") == sum(map(len, train)) + len(train)
     assert store.split("train").read(0, 1).dtype == np.uint16
-    assert list(store.verify()) == []
+    assert list(verify_store(store)) == []
 
 
 @pytest.mark.parametrize("text", [b"0123456789" * 10, bytes(100)])
@@ -193,7 +194,7 @@ def test_any_damage_to_any_file_is_found_and_named(
         name = relative.partition("/c/")[0].removesuffix(".sha256")
         reports = []
         try:
-            reports += open_store(store.path).verify()
+            reports += verify_store(open_store(store.path))
             arrays = all_arrays(store.path)
         except DataError as error:
             reports.append(str(error))
@@ -201,7 +202,7 @@ def test_any_damage_to_any_file_is_found_and_named(
             assert arrays == intact
         assert any(name in report for report in reports), (relative, kind, reports)
         file.write_bytes(content)
-    assert list(open_store(store.path).verify()) == []
+    assert list(verify_store(open_store(store.path))) == []
 
 
 @pytest.mark.parametrize("name", ["nowhere", "no/where", "text.txt", "text", "empty"])

@@ -1,0 +1,1 @@
+"""Files of tokens that other trainers have written, read where they lie."""
