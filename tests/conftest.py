@@ -71,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("promise") is None)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failed test at once: a long run may be stopped before its end."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nfailed: {report.nodeid}\n{report.longreprtext[-2000:]}", flush=True)
+
+
 @pytest.fixture(autouse=True)
 def none_left() -> Iterator[None]:
     """End the processes that a failed test left: they would slow all other tests."""
