@@ -220,7 +220,7 @@ def open_large(folder: Path) -> None:
     documents = 100_000_000
     length = 1000
     storage = KeyValueStore(folder / "large")
-    split = writer._SplitWriter(storage, "train", np.dtype("<u2"))
+    split = writer._SplitWriter(storage, "train", np.dtype("<u2"), has_tokens=True)
     arrays = split.arrays
     blocks = np.arange(documents * length // writer.CHUNK_LENGTH + 2)
     starts = -(-blocks * writer.CHUNK_LENGTH // length)

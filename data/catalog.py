@@ -11,7 +11,9 @@ from data.text.delimited import CSV
 from data.text.files import Format
 from data.text.json_formats import JSON, LINES
 from data.text.plain_text import TEXT
+from data.text.record_files import ARRAY_RECORD, TFRECORD
 from data.text.tables import ARROW, PARQUET
+from data.text.tars import TAR
 from data.token_files.seal import sealed_store
 from data.token_store.cached import cached_store
 from data.token_store.store import Store
@@ -23,6 +25,9 @@ FORMATS = (
     CSV,
     PARQUET,
     ARROW,
+    TAR,
+    TFRECORD,
+    ARRAY_RECORD,
 )
 
 

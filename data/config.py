@@ -16,7 +16,20 @@ Seed = Annotated[int, Ge(0), Lt(2**32)]  # NumPy refuses negative seeds
 ByteCount = Annotated[int, Ge(1), Le(2**40)]
 Pattern = Annotated[str, Doc("Which files of a folder are read.")]
 InputPaths = Annotated[Any, Doc("A file, folder, glob or URL, or a list of them.")]
-TextField = Annotated[str, Doc("The field of a record that holds its text.")]
+TextField = Annotated[
+    Any,
+    Doc(
+        "The field of a record that holds its text. a.b is the field b of the field a; "
+        "[title, body] joins several fields."
+    ),
+]
+TextSeparator = Annotated[
+    str,
+    Doc(
+        "What joins the texts of several fields; backslash n is the end of a line, "
+        "backslash t a tab."
+    ),
+]
 StorePath = Annotated[str | None, Doc("The folder or URL of a token store.")]
 Tokenizer = Annotated[
     str,
@@ -52,7 +65,8 @@ class FormatName(StrEnum):
     `text`: the file is one document. `lines`: a record of JSON in each line. `json`: an
     array of records, or records that follow each other. `csv`: a table of text with the
     names of its columns in the first line, also with tabs or semicolons. `parquet` and
-    `arrow`: a table.
+    `arrow`: a table. `tar`: samples of WebDataset. `tfrecord` and `array_record`:
+    records of text or of `tf.train.Example`.
     """
 
     text = "text"
@@ -61,6 +75,9 @@ class FormatName(StrEnum):
     csv = "csv"
     parquet = "parquet"
     arrow = "arrow"
+    tar = "tar"
+    tfrecord = "tfrecord"
+    array_record = "array_record"
 
 
 FileFormat = Annotated[
@@ -225,6 +242,7 @@ class DataConfig:
     pattern: Pattern = "**/*"
     format: FileFormat = None
     text_field: TextField = "text"
+    text_separator: TextSeparator = r"\n\n"
     on_error: Annotated[
         OnError,
         Doc("What to do with files that are not text, and with unusable records."),

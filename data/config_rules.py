@@ -26,6 +26,7 @@ def data_mistakes(data: DataConfig) -> Iterator[Mistake]:
             yield Mistake("data.format", data.format, rule)
         if data.text_field != "text":
             yield Mistake("data.text_field", data.text_field, rule)
+    yield from text_field_mistakes(data.text_field, "data.")
     if data.tokenizer == UNNAMED:
         rule = "must name the tokenizer, say gpt2: token files do not say which it is"
         yield Mistake("data.tokenizer", data.tokenizer, rule)
@@ -65,6 +66,15 @@ def tokenizer_mistakes(
     hint = f"; did you mean {matches[0]}?" if matches else ""
     rule = f"must be one of {', '.join(known_names)}, or a rank file's path{hint}"
     return [Mistake(f"{section}tokenizer", name, rule)]
+
+
+def text_field_mistakes(value: object, section: str = "") -> list[Mistake]:
+    """List what is wrong with the fields of a text; the key begins with `section`."""
+    fields = value if isinstance(value, list) else [value]
+    if fields and all(isinstance(field, str) and field for field in fields):
+        return []
+    rule = "must be a field, say text, or a list of fields, say [title, body]"
+    return [Mistake(f"{section}text_field", value, rule)]
 
 
 def _schedule_mistakes(data: DataConfig) -> Iterator[Mistake]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from data.encoding import decode
-from data.excerpts import Excerpt
+from data.excerpts import Excerpt, document_id
 from data.splits import SPLITS, Split
 from data.token_store.layout import SKIPPED
 from data.token_store.store import Store
@@ -69,7 +69,7 @@ def describe_sample(
         start, stop = tokens.array("offsets", number, number + 2).tolist()
         ids = tokens.read(start, min(stop, start + width))
         text = decode(store.encoding, ids)[:width]
-        lines.append(f"{tokens.document_id(number)} ({stop - start:,} tokens)")
+        lines.append(f"{document_id(tokens, number)} ({stop - start:,} tokens)")
         lines += [f"  | {line}" for line in text.splitlines()]
     return "\n".join(lines)
 

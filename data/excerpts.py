@@ -8,6 +8,8 @@ import numpy as np
 from data.batch import Piece
 from data.batches import Order
 from data.encoding import decode
+from data.token_store.layout import CHUNK_LENGTH
+from data.token_store.reader import TokenArray
 
 
 class Excerpt(NamedTuple):
@@ -42,13 +44,13 @@ def excerpts(order: Order, step: int) -> Iterator[Excerpt]:
         tokens = store.split("train")
         pieces = order.rows[name].pieces(int(number))
         for column, start, length in _cut_pieces(pieces, part, phase.length):
-            document, document_start, _ = tokens.document_at(start)
+            document, document_start, _ = document_at(tokens, start)
             text = decode(store.encoding, tokens.read(start, start + length))
             yield Excerpt(
                 row=row,
                 column=column,
                 source=name,
-                document=tokens.document_id(document),
+                document=document_id(tokens, document),
                 document_number=document,
                 first_token=start - document_start,
                 text=text,
@@ -65,3 +67,18 @@ def _cut_pieces(pieces: list[Piece], part: int, length: int) -> list[Piece]:
         if begin < end:
             cut.append(Piece(begin - first, start + begin - column, end - begin))
     return cut
+
+
+def document_at(tokens: TokenArray, token: int) -> tuple[int, int, int]:
+    """Return the number, start and end of the document that contains a token."""
+    chunk = token // CHUNK_LENGTH
+    first = max(0, int(tokens.index[chunk]) - 1)
+    offsets = tokens.array("offsets", first, int(tokens.index[chunk + 1]) + 1)
+    index = int(np.searchsorted(offsets, token, "right")) - 1
+    return first + index, int(offsets[index]), int(offsets[index + 1])
+
+
+def document_id(tokens: TokenArray, number: int) -> str:
+    """Read a document's id."""
+    start, stop = tokens.array("id_offsets", number, number + 2).tolist()
+    return tokens.array("ids", start, stop).tobytes().decode()

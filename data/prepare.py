@@ -2,7 +2,7 @@
 
 import logging
 
-from data.config_rules import tokenizer_mistakes
+from data.config_rules import text_field_mistakes, tokenizer_mistakes
 from data.errors import Mistake
 from data.prepare_config import PrepareConfig
 from data.program import shown_command
@@ -41,6 +41,7 @@ def prepare_mistakes(config: PrepareConfig) -> list[Mistake]:
     if not config.output:
         rule = "must name the store's folder, say output=stores/corpus"
         mistakes.append(Mistake("output", config.output, rule))
+    mistakes += text_field_mistakes(config.text_field)
     return mistakes + tokenizer_mistakes(config.tokenizer, config.tokenizer_sha256)
 
 

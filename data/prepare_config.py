@@ -14,6 +14,7 @@ from data.config import (
     Pattern,
     RankFileHash,
     TextField,
+    TextSeparator,
     Tokenizer,
     inputs_of,
 )
@@ -30,6 +31,7 @@ class PrepareConfig:
     pattern: Pattern = "**/*"
     format: FileFormat = None
     text_field: TextField = "text"
+    text_separator: TextSeparator = r"\n\n"
     id_field: Annotated[
         str | None,
         Doc(

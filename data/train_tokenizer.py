@@ -16,11 +16,20 @@ from typing_extensions import Doc
 
 from data.bpe import NUM_BYTES, hold_out, texts_of, train
 from data.catalog import formats_of
-from data.config import ByteCount, FileFormat, InputPaths, Pattern, TextField, inputs_of
+from data.config import (
+    ByteCount,
+    FileFormat,
+    InputPaths,
+    Pattern,
+    TextField,
+    TextSeparator,
+    inputs_of,
+)
+from data.config_rules import text_field_mistakes
 from data.encoding import encode
 from data.errors import DataError, Mistake
 from data.storage import created_atomically, local_path
-from data.text.records import ReadSettings
+from data.text.records import ReadSettings, separator_of, text_field_of
 from data.tokenizer import load_tokenizer
 from train.cli.command import Command, run_command
 
@@ -38,6 +47,7 @@ class TrainTokenizerConfig:
     pattern: Pattern = "**/*"
     format: FileFormat = None
     text_field: TextField = "text"
+    text_separator: TextSeparator = r"\n\n"
     vocab_size: Annotated[
         int,
         Ge(NUM_BYTES + 1),
@@ -71,7 +81,7 @@ def train_tokenizer_mistakes(config: TrainTokenizerConfig) -> list[Mistake]:
             if output.is_relative_to(Path(name).expanduser().resolve()):
                 rule = f"must lie outside of the input {name}, which is read as text"
                 mistakes.append(Mistake("output", config.output, rule))
-    return mistakes
+    return mistakes + text_field_mistakes(config.text_field)
 
 
 def main(config: TrainTokenizerConfig) -> int:
@@ -91,7 +101,11 @@ def main(config: TrainTokenizerConfig) -> int:
     inputs = inputs_of(config.input)
     _log.info("learning %d tokens from %s", config.vocab_size, ", ".join(inputs))
     held_out_pieces: list[str] = []
-    read_settings = ReadSettings(config.text_field, format=config.format)
+    read_settings = ReadSettings(
+        text_field_of(config.text_field),
+        format=config.format,
+        text_separator=separator_of(config.text_separator),
+    )
     formats = formats_of(config)
     texts = texts_of(inputs, config.max_bytes, read_settings, formats, config.pattern)
     content = train(hold_out(texts, held_out_pieces), config.vocab_size)

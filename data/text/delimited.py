@@ -2,11 +2,12 @@
 
 import csv
 from collections.abc import Iterator
+from typing import Any
 
 from data.config import FormatName
 from data.text import records
 from data.text.files import Format, Unit
-from data.text.records import BadRecord, ReadSettings, Records, make_document
+from data.text.records import BadRecord, ReadSettings, Records, document_of_values
 from data.text.streams import Stream
 
 _BOM = b"\xef\xbb\xbf"
@@ -20,7 +21,7 @@ def read_csv(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
     """
     file = unit.file
     lines = _Lines(stream, settings.max_record_bytes)
-    wanted = [name for name in (settings.text_field, settings.id_field) if name]
+    wanted = settings.fields
     if not (header_line := lines.peek()) and stream.damage is None:
         return
     headers = [(d, next(csv.reader([header_line], delimiter=d), [])) for d in ",\t;"]
@@ -54,10 +55,12 @@ def read_csv(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
             counts = f"{len(row)} fields, but the first line names {len(names)} columns"
             yield BadRecord(file, location, f"no row of a table: {counts}")
         else:
-            text, *ids = (row[index] for index in indices)
-            raw = text.encode("utf-8", "surrogateescape")
-            record_id = ids[0] if ids and ids[0] else None
-            yield make_document(file, location, raw, record_id, settings)
+            values: list[Any] = [
+                row[i].encode("utf-8", "surrogateescape") for i in indices
+            ]
+            if settings.id_field:
+                values[-1] = row[indices[-1]] or None
+            yield document_of_values(file, location, values, settings)
     if stream.damage is not None:
         reason = f"cannot be read further: {stream.damage}"
         yield BadRecord(file, location, reason)

@@ -38,7 +38,8 @@ class Format:
         and reads the last one to its end in the next unit. Any other reader must get
         the whole file, or it would read all documents again for each unit.
     begins: returns whether the first bytes of a file are those of the format. Only
-        binary formats, which are never compressed, have such bytes.
+        binary formats have such bytes.
+    may_be_compressed: whether compressed files of a binary format are read.
     recognize: looks at the beginning of a text that has a suffix of the format or of
         no format, and returns the text's format or its refusal, or None if the text is
         something else. It also gets the field of a record that holds the text.
@@ -51,6 +52,7 @@ class Format:
     suffixes: tuple[str, ...] = ()
     is_cut: bool = False
     begins: Callable[[bytes], bool] | None = None
+    may_be_compressed: bool = False
     recognize: "Callable[[File, Stream, str], Format | Refusal | None] | None" = None
 
     def is_named(self, name: str) -> bool:

@@ -8,6 +8,7 @@ from data.config import FormatName
 from data.text.files import File, Format, Refusal
 from data.text.json_records import read_json, read_lines
 from data.text.kinds import HEAD_BYTES
+from data.text.records import field_value
 from data.text.streams import Stream
 
 # Longer first records are not recognized as JSON unless the name says so.
@@ -44,14 +45,14 @@ def recognize_json(
         return None
     if is_array:
         # A list in source code may begin like an array of JSON.
-        is_code = is_whole and text_field not in value and not _is_json(text)
+        is_code = is_whole and not _is_text(value, text_field) and not _is_json(text)
         is_records = rest[:1] in ",]" and not is_code
         return JSON if is_records else None
     if rest:
         return JSON if rest.startswith("{") else None
     if not is_whole or is_named:
         return None
-    if isinstance(value.get(text_field), str):
+    if _is_text(value, text_field):
         return JSON
     if field := _field_of_records(value, text_field):
         kind = f"one JSON object that holds records in its field {field!r}"
@@ -102,9 +103,17 @@ def _has_record_lines(
     if is_named:
         return bool(values) and values[0][0] is not None
     records = [record for record in records if record]
-    if len(records) == 1 and not isinstance(records[0].get(text_field), str):
+    if len(records) == 1 and not _is_text(records[0], text_field):
         return False
     return 2 * len(records) > len(lines)
+
+
+def _is_text(record: dict[str, Any], text_field: str) -> bool:
+    """Return whether a record has a text in this field."""
+    try:
+        return isinstance(field_value(record, text_field), str)
+    except KeyError:
+        return False
 
 
 def _field_of_records(value: dict[str, Any], text_field: str) -> str | None:
@@ -112,7 +121,7 @@ def _field_of_records(value: dict[str, Any], text_field: str) -> str | None:
     for name, inner in value.items():
         items = inner if isinstance(inner, list) else [None]
         if items and isinstance(items[0], dict):
-            if isinstance(items[0].get(text_field), str):
+            if _is_text(items[0], text_field):
                 return name
         elif name == text_field:
             texts = items

@@ -7,7 +7,13 @@ from typing import Any
 
 from data.text import records
 from data.text.files import File, Unit
-from data.text.records import BadRecord, ReadSettings, Record, Records, make_document
+from data.text.records import (
+    BadRecord,
+    ReadSettings,
+    Record,
+    Records,
+    document_of_fields,
+)
 from data.text.streams import Stream
 
 _BOM = b"\xef\xbb\xbf"
@@ -62,23 +68,7 @@ def _parse_line(
         return BadRecord(file, location, "not UTF-8")
     except (ValueError, RecursionError) as error:
         return BadRecord(file, location, f"no JSON: {error}")
-    return _record_of(file, location, value, settings)
-
-
-def _record_of(
-    file: File, location: str, value: object, settings: ReadSettings
-) -> Record | BadRecord:
-    """Make a document of a value of JSON, or say why it cannot be used."""
-    if not isinstance(value, dict):
-        return BadRecord(file, location, f"no JSON object but {type(value).__name__}")
-    for field in (settings.text_field, settings.id_field):
-        if field is not None and field not in value:
-            keys = ", ".join(map(str, list(value)[:8]))
-            return BadRecord(file, location, f"no field {field!r} among {keys}")
-    text = value[settings.text_field]
-    id_field = settings.id_field
-    record_id = None if id_field is None else value[id_field]
-    return make_document(file, location, text, record_id, settings)
+    return document_of_fields(file, location, value, settings)
 
 
 def read_json(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
@@ -110,7 +100,7 @@ def read_json(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
                 yield BadRecord(file, location, reason)
                 return
             break
-        yield _record_of(file, location, value, settings)
+        yield document_of_fields(file, location, value, settings)
     if is_array and character == "]":
         values.skip()
         character = values.peek()

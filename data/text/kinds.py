@@ -30,7 +30,6 @@ _MAGIC: list[tuple[bytes, int, str, str]] = [
     (b"PK\x05\x06", 0, "an empty zip archive", _UNPACK),
     (b"7z\xbc\xaf\x27\x1c", 0, "a 7z archive", _UNPACK),
     (b"Rar!\x1a\x07", 0, "a rar archive", _UNPACK),
-    (b"ustar", 257, "a tar archive", _UNPACK),
     (b"1AY&SY", 4, "compressed with bzip2", _RECOMPRESS),
     (b"\xfd7zXZ\0", 0, "compressed with xz", _RECOMPRESS),
     (b"\x04\x22\x4d\x18", 0, "compressed with lz4", _RECOMPRESS),
@@ -63,7 +62,6 @@ _REFUSED_SUFFIXES = {
     ".zip": ("a zip archive", _UNPACK),
     ".7z": ("a 7z archive", _UNPACK),
     ".rar": ("a rar archive", _UNPACK),
-    ".tar": ("a tar archive", _UNPACK),
     ".npy": ("an array of NumPy", "Name the text that it was made from"),
     ".npz": ("an archive of NumPy", "Name the text that it was made from"),
     ".orc": ("an ORC file", "Convert it to .parquet or .jsonl"),
@@ -97,7 +95,7 @@ def recognize(
             return refusal
         for format in formats:
             if format.recognize is not None and named in (None, format):
-                known = format.recognize(file, stream, settings.text_field)
+                known = format.recognize(file, stream, settings.text_fields[0])
                 if isinstance(known, Refusal):
                     return known
                 if known is not None:
@@ -137,7 +135,7 @@ def _refused(file: File, head: bytes, binary: Format | None) -> Refusal | None:
             return Refusal(file, kind, remedy)
     if kind := _REFUSED_SUFFIXES.get(file.inner_suffix):
         return Refusal(file, *kind)
-    if binary is not None and file.compression:
+    if binary is not None and file.compression and not binary.may_be_compressed:
         return Refusal(file, f"{binary.name} inside {file.compression}", _UNPACK)
     return None
 
@@ -146,7 +144,9 @@ def _binary_refusal(file: File, head: bytes) -> Refusal | None:
     """Return the refusal of a file of an unknown kind that is no text."""
     if file.inner_suffix in _TOKEN_SUFFIXES and not _is_text(head):
         kind = "binary data, perhaps token ids of another program"
-        return Refusal(file, kind, "Name the text that it was made from")
+        remedy = "Name the text that it was made from; training reads tokens of other "
+        remedy += "programs where they lie with data=megatron, nanogpt or llmc"
+        return Refusal(file, kind, remedy)
     if b"\0" in head:
         return Refusal(file, "binary data (it holds zero bytes)", "Leave it out")
     return None

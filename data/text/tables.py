@@ -5,12 +5,11 @@ from typing import Any
 
 from data.config import FormatName
 from data.text.files import File, Format, Unit, missing_package_error
-from data.text.records import BadRecord, ReadSettings, Records, make_document
+from data.text.records import BadRecord, ReadSettings, Records, document_of_values
 from data.text.streams import Stream
 
-# Returns the names of the columns and the batches of an opened file, given the names
-# of the columns that are read.
-_Open = Callable[[Any, list[str]], tuple[list[str], Iterator[Any]]]
+# Returns the schema and the batches of an opened file, given the columns that are read.
+_Open = Callable[[Any, list[str]], tuple[Any, Iterator[Any]]]
 
 
 def read_parquet(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
@@ -30,11 +29,11 @@ def _read_table(
         import pyarrow as pa
     except ImportError as error:
         raise missing_package_error("pyarrow", error) from error
-    columns = [name for name in (settings.text_field, settings.id_field) if name]
+    columns = [*settings.fields]
     row = 0
     try:
-        names, batches = open_table(stream.file, columns)
-        if missing := [name for name in columns if name not in names]:
+        schema, batches = open_table(stream.file, columns)
+        if missing := [name for name in columns if not _has_column(schema, name)]:
             yield BadRecord(unit.file, "row 0", f"no column {missing[0]!r}")
             return
         for batch in batches:
@@ -46,50 +45,72 @@ def _read_table(
         yield BadRecord(unit.file, f"row {row}", f"cannot be read further: {reason}")
 
 
-def _open_parquet(file: Any, columns: list[str]) -> tuple[list[str], Iterator[Any]]:
+def _open_parquet(file: Any, columns: list[str]) -> tuple[Any, Iterator[Any]]:
     import pyarrow.parquet as pq
 
     table = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
     # Read few rows at a time, because each may be as long as max_record_bytes.
     batches = table.iter_batches(batch_size=32, columns=columns)
-    return table.schema_arrow.names, batches
+    return table.schema_arrow, batches
 
 
-def _open_arrow(file: Any, columns: list[str]) -> tuple[list[str], Iterator[Any]]:
+def _open_arrow(file: Any, columns: list[str]) -> tuple[Any, Iterator[Any]]:
     import pyarrow as pa
 
     if file.peek(6)[:6] != b"ARROW1":
         stream = pa.ipc.open_stream(file)
-        return stream.schema.names, iter(stream)
+        return stream.schema, iter(stream)
     table = pa.ipc.open_file(file)
-    return table.schema.names, map(table.get_batch, range(table.num_record_batches))
+    return table.schema, map(table.get_batch, range(table.num_record_batches))
 
 
 def _read_rows(
     file: File, first_row: int, batch: Any, settings: ReadSettings
 ) -> Records:
-    texts = _column(batch, settings.text_field)
-    ids = _column(batch, settings.id_field) if settings.id_field else None
+    columns = [_column(batch, name) for name in settings.fields]
     for index in range(batch.num_rows):
         location = f"row {first_row + index}"
         try:
-            text = texts[index].as_py()
-            record_id = None if ids is None else ids[index].as_py()
-            if isinstance(record_id, bytes):
-                record_id = record_id.decode()
+            values = [column[index].as_py() for column in columns]
+            if settings.id_field and isinstance(values[-1], bytes):
+                values[-1] = values[-1].decode()
         except UnicodeDecodeError:
             yield BadRecord(file, location, "not UTF-8")
         except (ValueError, OverflowError) as error:
             yield BadRecord(file, location, f"not a value of Python: {error}")
         else:
-            yield make_document(file, location, text, record_id, settings)
+            yield document_of_values(file, location, values, settings)
+
+
+def _has_column(schema: Any, name: str) -> bool:
+    """Return whether a schema has a column, or a field of a column as in a.b."""
+    import pyarrow as pa
+
+    outer, *inner = name.split(".")
+    if name in schema.names or outer not in schema.names:
+        return name in schema.names
+    dtype = schema.field(outer).type
+    for part in inner:
+        if not pa.types.is_struct(dtype) or dtype.get_field_index(part) < 0:
+            return False
+        dtype = dtype.field(part).type
+    return True
 
 
 def _column(batch: Any, name: str) -> Any:
-    """Return a column, with text as bytes; raise pyarrow's error if it is malformed."""
-    import pyarrow as pa
+    """Return a column, with text as bytes; raise pyarrow's error if it is malformed.
 
-    column = batch.column(batch.schema.get_all_field_indices(name)[0])
+    a.b is the field b of the column a.
+    """
+    import pyarrow as pa
+    import pyarrow.compute
+
+    # Its functions are made at import, so the type checker does not know them.
+    pc: Any = pyarrow.compute
+    names = [name] if name in batch.schema.names else name.split(".")
+    column = batch.column(batch.schema.get_all_field_indices(names[0])[0])
+    if names[1:]:
+        column = pc.struct_field(column, names[1:])
     if pa.types.is_string(column.type):
         column = column.view(pa.binary())
     elif pa.types.is_large_string(column.type):

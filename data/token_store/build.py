@@ -29,7 +29,7 @@ from data.text.corpus import Corpus
 from data.text.files import Format
 from data.text.find import find_files
 from data.text.plain_text import TEXT
-from data.text.records import ReadSettings
+from data.text.records import ReadSettings, separator_of, text_field_of
 from data.text.streams import USUAL_WINDOW_BYTES
 from data.token_store.encode import encode_tasks, encoded_part_path, make_tasks
 from data.token_store.layout import MANIFEST, SCHEMA
@@ -68,7 +68,8 @@ def prepare_store(config: PrepareConfig, formats: Sequence[Format]) -> Store:
     assert config.output, "checked by the command"
     encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
     read_settings = ReadSettings(
-        text_field=config.text_field,
+        text_field=text_field_of(config.text_field),
+        text_separator=separator_of(config.text_separator),
         id_field=config.id_field,
         keep_invalid_utf8=config.keep_invalid_utf8,
         max_record_bytes=config.max_record_bytes,
@@ -177,6 +178,8 @@ def input_hash(corpus: Corpus, settings: EncodingSettings) -> str:
     values = asdict(settings)
     if settings.reading.format is None:
         del values["reading"]["format"]
+    if len(settings.reading.text_fields) == 1:
+        del values["reading"]["text_separator"]
     files = []
     for file in corpus.files:
         is_implied = file.format == TEXT or (

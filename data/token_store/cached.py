@@ -16,7 +16,7 @@ from data.key_value_store import KeyValueStore
 from data.storage import created_atomically, remove_tree
 from data.text.corpus import find_corpus
 from data.text.files import Format
-from data.text.records import ReadSettings
+from data.text.records import ReadSettings, separator_of, text_field_of
 from data.token_store.build import build_store, encoding_settings, make_folder
 from data.token_store.layout import MANIFEST, SCHEMA, SKIPPED
 from data.token_store.store import Store, data_cache_folder, open_store
@@ -44,7 +44,8 @@ def cached_store(
     encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
     corpus = find_corpus(config)
     read_settings = ReadSettings(
-        text_field=config.text_field,
+        text_field=text_field_of(config.text_field),
+        text_separator=separator_of(config.text_separator),
         keep_invalid_utf8=config.source is Source.python,
         format=config.format,
     )
@@ -53,6 +54,8 @@ def cached_store(
     if config.source is Source.text:
         identity += f" by content, {config.on_error}, {config.format}"
         identity += f", {config.text_field}"
+        if len(read_settings.text_fields) > 1:
+            identity += f", {config.text_separator!a}"
     name = re.sub(r"[^\w.-]", "_", config.name)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     path = data_cache_folder(config) / f"{name}-{digest}"

@@ -125,7 +125,8 @@ class TokenArray:
         return self.array("offsets")
 
     @functools.cached_property
-    def _index(self) -> np.ndarray:
+    def index(self) -> np.ndarray:
+        """The number of document starts before each chunk: int64 [chunks + 1]."""
         return self._read_and_verify("index")
 
     def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -171,10 +172,10 @@ class TokenArray:
             stop = np.searchsorted(self.offsets, highs, "right")
             ranges, index = expand_groups(stop - first)
             return ranges, self.offsets[first[ranges] + index]
-        num_chunks = len(self._index) - 1
+        num_chunks = len(self.index) - 1
         low_chunks = np.maximum(lows, 0) // CHUNK_LENGTH
-        firsts = self._index[np.minimum(low_chunks, num_chunks)]
-        lasts = self._index[np.minimum(highs // CHUNK_LENGTH + 1, num_chunks)]
+        firsts = self.index[np.minimum(low_chunks, num_chunks)]
+        lasts = self.index[np.minimum(highs // CHUNK_LENGTH + 1, num_chunks)]
         stops = np.minimum(lasts, self.num_documents) + 1
         spans = list(zip(firsts.tolist(), stops.tolist(), strict=True))
         ranges = [np.zeros(0, np.int64)]
@@ -184,19 +185,6 @@ class TokenArray:
             starts.append(offsets[is_inside])
             ranges.append(np.full(len(starts[-1]), number))
         return np.concatenate(ranges), np.concatenate(starts)
-
-    def document_at(self, token: int) -> tuple[int, int, int]:
-        """Return the number, start and end of the document that contains a token."""
-        chunk = token // CHUNK_LENGTH
-        first = max(0, int(self._index[chunk]) - 1)
-        offsets = self.array("offsets", first, int(self._index[chunk + 1]) + 1)
-        index = int(np.searchsorted(offsets, token, "right")) - 1
-        return first + index, int(offsets[index]), int(offsets[index + 1])
-
-    def document_id(self, number: int) -> str:
-        """Read a document's id."""
-        start, stop = self.array("id_offsets", number, number + 2).tolist()
-        return self.array("ids", start, stop).tobytes().decode()
 
     def _read_and_verify(self, name: str) -> np.ndarray:
         """Read a whole array, and compare its hash with the hash in the manifest."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from data import excerpts
 from data.config import DataConfig, Source
 from data.token_files import reader as files_reader
 from data.token_store import layout, local_shards, reader, writer
@@ -26,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make chunks of 64 values and shards of 256, so that tiny stores have many."""
-    for module in (layout, writer, reader, local_shards, files_reader):
+    for module in (layout, writer, reader, local_shards, files_reader, excerpts):
         monkeypatch.setattr(module, "CHUNK_LENGTH", 64)
     for module in (layout, writer, reader, local_shards):
         monkeypatch.setattr(module, "SHARD_LENGTH", 256)

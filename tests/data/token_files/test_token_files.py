@@ -18,7 +18,7 @@ from data.config import (
     WeightChange,
 )
 from data.errors import DataError
-from data.excerpts import excerpts
+from data.excerpts import document_id, excerpts
 from data.inspect import InspectConfig, main
 from data.sources import open_sets, open_sources
 from data.splits import SPLITS
@@ -113,7 +113,7 @@ def test_a_single_document_holds_out_its_end(tmp_path):
     store = text_store(config)
     assert store.split("train").read(0, 800).tolist() == [n % 250 for n in range(800)]
     assert store.num_tokens("validation") == 200
-    assert store.split("validation").document_id(0) == "play.bin:800"
+    assert document_id(store.split("validation"), 0) == "play.bin:800"
 
 
 def test_another_end_token_ends_documents(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 
 from data.catalog import FORMATS
 from data.errors import DataError
+from data.excerpts import document_id
 from data.prepare_config import PrepareConfig
 from data.splits import SPLITS
 from data.text import files
@@ -77,11 +78,9 @@ def documents_of(store: Store) -> dict[str, bytes]:
         ):
             ids = tokens.read(start, end)
             assert ids[-1] == store.encoding.eot_token
-            document_id = tokens.document_id(number)
-            assert (split, document_id) not in documents
-            documents[split, document_id] = store.encoding.decode_bytes(
-                ids[:-1].tolist()
-            )
+            name = document_id(tokens, number)
+            assert (split, name) not in documents
+            documents[split, name] = store.encoding.decode_bytes(ids[:-1].tolist())
     return documents
 
 

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data import excerpts
 from data.errors import DataError
+from data.excerpts import document_at, document_id
 from data.key_value_store import KeyValueStore
 from data.splits import SPLITS
 from data.token_store import layout, local_shards, reader, writer
@@ -58,6 +60,7 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
         mock.patch.multiple(layout, **small),
         mock.patch.multiple(writer, **small),
         mock.patch.multiple(reader, **small),
+        mock.patch.object(excerpts, "CHUNK_LENGTH", chunk),
         mock.patch.multiple(local_shards, **small),
     ):
         storage = KeyValueStore(folder)
@@ -87,7 +90,7 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
             expected_index = np.searchsorted(offsets[:-1], blocks)
             np.testing.assert_array_equal(array.array("index"), expected_index)
             for token in source.sample(range(total), min(total, 12)):
-                number, start, end = array.document_at(token)
+                number, start, end = document_at(array, token)
                 assert start <= token < end
                 assert (start, end) == tuple(offsets[number : number + 2])
             starts = np.stack(array.starts_within(lows, highs), axis=1)
@@ -100,7 +103,7 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
             flat = np.concatenate(flat)
             assert len(gathered) == len(spans)
             np.testing.assert_array_equal(np.concatenate(gathered), flat[flat < total])
-            assert array.document_id(len(lengths) - 1) == f"id {len(lengths) - 1}"
+            assert document_id(array, len(lengths) - 1) == f"id {len(lengths) - 1}"
             tokens = np.concatenate(list(array.iterate_shards("tokens")))
             np.testing.assert_array_equal(tokens, np.arange(total))
 

@@ -121,8 +121,10 @@ def test_a_table_of_sections_is_set_as_a_whole(run):
     result = run("data=mixture", sources, change, "--cfg", "job")
     assert result.returncode == 0, result.stderr
     config = yaml.safe_load(result.stdout)["data"]
-    assert config["sources"]["web"] == {"path": "a", "weight": 0.8, "epochs": None}
-    assert config["sources"]["code"] == {"path": "b", "weight": 1.0, "epochs": 4.0}
+    web = config["sources"]["web"]
+    code = config["sources"]["code"]
+    assert web == {"path": "a", "weight": 0.8, "epochs": None, "format": "store"}
+    assert code == {"path": "b", "weight": 1.0, "epochs": 4.0, "format": "store"}
     assert config["weight_changes"] == [{"step": 9, "weights": {"web": 1.0}}]
     web = "data.sources={web: {path: a, weights: 2, epochs: x}, b: 3}"
     mistakes = run("data=mixture", web)

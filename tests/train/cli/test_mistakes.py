@@ -72,7 +72,8 @@ def test_null_replaces_a_list_of_a_preset_if_the_key_allows_it(run):
 def test_no_rule_mentions_the_default_of_a_mistaken_key(run):
     result = run("data=txt", "data.path=x", "data.batch_size=four", "seed=0")
     assert result.stderr.startswith("2 mistakes")
-    assert "must be one of mixture, python, text, tokens" in entry(result, "data = txt")
+    names = "must be one of llmc, megatron, mixture, nanogpt, python, text, tokens"
+    assert names in entry(result, "data = txt")
     result = run("model.num_hedas=5", "model.embed_dim=132")
     assert result.stderr.startswith("1 mistake ")
 
