@@ -6,6 +6,7 @@ plan/estimated/walk.py inserts the local sizes. Nothing is lowered.
 """
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from model.choices import Attention, ContextAttention, Grouped
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
+from model.params import ParamInfo, is_info
 from model.parts.attention import KernelAttention
 from train.core.layout import batch_shards
 from train.core.optimizer.update import Optimizer
@@ -59,7 +61,7 @@ def trace_gradients(program: ConfiguredProgram) -> ClosedJaxpr:
     if placement.platform != "tpu" or not is_dcn_sharded:
         # Each collective is traced as one step. `phases` splits it for the real mesh.
         placement = replace(placement, axis_steps=())
-        sizes = {axis: _traced_size(axis, program) for axis in sizes}
+        sizes = _traced_sizes(program)
     axis_types = (AxisType.Auto,) * len(sizes)
     traced_mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
     shards = program.batch_shards
@@ -99,6 +101,27 @@ def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
         return optimizer.update(grads, jnp.float32(1), state, params, jnp.int32(0))[:2]
 
     return jax.make_jaxpr(update)(params, state, params)
+
+
+def _traced_sizes(program: ConfiguredProgram) -> dict[str, int]:
+    """Return the sizes of the mesh axes in the trace.
+
+    They are those of the mesh if smaller ones together do not divide a dim.
+    """
+    sizes = {axis: _traced_size(axis, program) for axis in program.mesh.shape}
+    rules = program.execution.placement.rules
+
+    def is_divided(info: ParamInfo, leaf: jax.ShapeDtypeStruct) -> bool:
+        # The sharding of the leaf would leave out axes of size 1.
+        pairs = zip(leaf.shape, rules.param_spec(info.axes), strict=False)
+        return all(
+            dim % math.prod(sizes[axis] for axis in mesh_axes(entry)) == 0
+            for dim, entry in pairs
+        )
+
+    params = program.state.params
+    divided = jax.tree.map(is_divided, program.infos, params, is_leaf=is_info)
+    return sizes if all(jax.tree.leaves(divided)) else dict(program.mesh.shape)
 
 
 def _traced_size(axis: str, program: ConfiguredProgram) -> int:

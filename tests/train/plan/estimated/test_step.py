@@ -163,3 +163,15 @@ def test_sums_and_items_agree(laid_out):
     assert 0 < outside_bytes < sum(row.payload for row in cost.sent)
     assert {row.network for row in cost.sent} == {"NVLink"}
     assert json.loads(json.dumps(cost.as_json()))["how"] == "estimated"
+
+
+def test_dims_that_only_the_axis_of_experts_divides_are_estimated(laid_out):
+    """A traced fsdp of 2 would not divide them together with 64 experts."""
+    words = ("model=gpt_oss_120b", "model.num_layers=2", "data.batch_size=64")
+    words += ("data.sequence_length=1024", "mesh=fsdp", "mesh.fsdp=1")
+    program = laid_out("gb300-64", [*words, "mesh.expert=64"])
+    flops = estimate_step(program).flops
+    other = laid_out("gb300-64", [*words[:-1], "mesh.fsdp=64"])
+    assert flops.products == pytest.approx(
+        estimate_step(other).flops.products, rel=0.02
+    )
