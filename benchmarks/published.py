@@ -34,7 +34,7 @@ from train.hardware.targets import parse_target
 from train.plan.config import PlanConfig
 from train.plan.cost import CollectiveTotal, Flops, HbmBytes, SectionCost, StepCost
 from train.plan.estimated.step import estimate_step
-from train.plan.plan import compile_and_read
+from train.plan.plan import compile_and_read, is_confirmed
 from train.plan.roofline import predict
 from train.plan.scaling import ScalingPoint, weak_scaling
 from train.resolve.program import ConfiguredProgram, make_program, settle
@@ -210,6 +210,7 @@ def compare(row: Row, step_cost: Found) -> dict[str, Any]:
         "step_s": dataclasses.asdict(step) | {"middle": middle.step_s},
         "mfu": dataclasses.asdict(mfu) | {"middle": middle.mfu},
         "error": middle.step_s / published.step_s - 1,
+        "stated": is_confirmed(step_cost.cost, mesh),
         "in_range": step.low <= published.step_s <= step.high,
         "kept": row.kept,
         "kept_predicted": [n.efficiency.middle for n in predictions],
@@ -245,7 +246,8 @@ def report(results: list[dict[str, Any]]) -> None:
             f"{result['error']:+.0%}",
             f"{result['published']['mfu']:.1%}",
             f"{result['mfu']['low']:.1%} to {result['mfu']['high']:.1%}",
-            "yes" if result["in_range"] else "no",
+            ("yes" if result["in_range"] else "no")
+            + ("" if result["stated"] else ", not stated"),
         ]
         for result in results
     ]

@@ -53,6 +53,20 @@ def test_a_step_that_does_not_fit_gets_advice_if_no_speed_is_known(
     assert estimate(laid_out("v4-8x2", layout), AMPLE).advice is None
 
 
+def test_an_estimate_of_experts_across_gpus_states_no_speed(laid_out, capsys):
+    """A search still compares such layouts."""
+    words = ["model=mixtral_8x7b", "model.num_layers=2", "data.batch_size=16"]
+    for sizes, has_speed in ((["mesh.expert=8"], False), (["mesh.fsdp=8"], True)):
+        plan = estimate(laid_out("h100-8", [*words, "mesh=fsdp", *sizes]), AMPLE)
+        assert plan.relative_prediction is not None
+        assert bool(plan.prediction) is has_speed
+        print_plan(plan, plan.verdict)
+        printed = capsys.readouterr().out
+        assert ("Compile this step" in printed) is not has_speed
+        assert ("MFU" in printed) is has_speed
+        assert bool(plan.as_json()["prediction"]) is has_speed
+
+
 def test_a_step_that_does_not_fit_has_no_speed(laid_out, capsys):
     program = laid_out("v5e-8", ["mesh=fsdp", "data.batch_size=64"])
     needed = estimate(program, AMPLE).memory.needed.bytes

@@ -153,7 +153,7 @@ class Weighing:
 def _as_candidate(layout: Layout, plan: Plan) -> Candidate:
     """Return a candidate; raise ConfigError if the devices' rates are unknown."""
     needed = plan.memory.needed
-    prediction = plan.prediction
+    prediction = plan.relative_prediction
     if prediction is None:
         rule = f"cannot compare layouts: {plan.missing_prediction}"
         raise ConfigError([Mistake("search", True, rule)])
