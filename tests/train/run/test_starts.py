@@ -41,8 +41,9 @@ def test_the_config_of_a_step_is_that_of_the_start_that_took_it(tmp_path):
     sources = {name: MixtureSource(name, 1.0) for name in ("web", "code")}
     config = Config(data=DataConfig(source=Source.mixture, sources=sources))
     change = [{"step": 12, "weights": {"web": 1.0}}]
-    source_changes = {"data.sources.code.path": None, "data.sources.code.weight": None}
-    source_changes |= {"data.sources.code.epochs": None, "data.sources.new.path": "new"}
+    keys = ("path", "weight", "epochs", "format")
+    source_changes = {f"data.sources.code.{key}": None for key in keys}
+    source_changes |= {"data.sources.new.path": "new"}
     write_run(
         tmp_path,
         config,
